@@ -1,0 +1,37 @@
+# make demo    answer one request, plain and with DFlash, and compare
+# make test    run the tests            make check   lint, formatting, types
+# make pair    rebuild the shipped pair from nothing (hours on two cores; resumable)
+# Each target sets up .venv by itself; it is reinstalled only when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+comma := ,
+EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
+
+.PHONY: demo test check format pair
+
+demo: $(VENV)/installed
+	$(BIN)/dflash demo
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p dflash
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+pair: $(VENV)/installed
+	$(BIN)/python -m dflash.training.pair configs/pair.yaml
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@

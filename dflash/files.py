@@ -1,0 +1,90 @@
+"""Checkpoint folders: finding them, reading safetensors, writing whole files or nothing.
+
+Knows paths, the hub and the safetensors format. Must not know what the tensors mean.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .errors import CheckpointError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+
+
+def resolve_checkpoint(path_or_hub_name: str | Path) -> Path:
+    """The local folder of a checkpoint; a hub name ``org/name`` that is no local path is downloaded.
+
+    Raises :class:`~dflash.errors.CheckpointError` if it is neither, or the download fails.
+    """
+    path = Path(path_or_hub_name)
+    if path.is_dir():
+        return path
+    name = str(path_or_hub_name)
+    if path.exists() or not _HUB_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"No checkpoint folder at {name!r}; expected a folder with config.json and *.safetensors, "
+            "or a hub name such as 'org/model'."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+    except Exception as error:  # the hub client raises many unrelated kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"No folder {name!r} here, and it could not be downloaded from the hub: {reason}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON object. Raises :class:`~dflash.errors.CheckpointError` if it is missing or broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing.") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
+    return value
+
+
+def read_safetensors(folder: Path) -> dict[str, mx.array]:
+    """All tensors of the ``*.safetensors`` files in ``folder``; pickled weights are never read."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors file (pickled weights are not loaded).")
+    tensors: dict[str, mx.array] = {}
+    for file in files:
+        try:
+            loaded = mx.load(str(file))
+            mx.eval(loaded)
+        except RuntimeError as error:
+            raise CheckpointError(f"{file} is damaged or truncated: {str(error).splitlines()[0]}") from error
+        tensors.update(loaded)
+    return tensors
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Call ``write`` on a temporary file beside ``path``, then rename: the file is whole or not there.
+
+    The temporary name keeps the suffix of ``path`` (MLX picks a format by it). Raises ``OSError`` if the
+    folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    try:
+        write(Path(name))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)

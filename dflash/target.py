@@ -1,0 +1,132 @@
+"""A loaded target: an mlx-lm model, its tokenizer and its adapter, behind the few calls decoding needs.
+
+Knows how to load mlx-lm checkpoints. Must not know drafters or the decode loop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from . import rewind
+from .adapters import TargetAdapter, adapter_for_model_type, detect_model_architecture
+from .backend import to_compute_dtype
+from .errors import CheckpointError, GenerationError
+from .files import resolve_checkpoint
+
+
+@dataclass
+class LoadedTargetModel:
+    """A target ready for speculative decoding.
+
+    ``tokenizer`` may be ``None`` where only token ids are used; ``name`` is for messages and reports.
+    """
+
+    model: nn.Module
+    tokenizer: Any = None
+    adapter: TargetAdapter = None  # type: ignore[assignment]  # found from the model when not given
+    name: str = "target"
+
+    def __post_init__(self) -> None:
+        if self.adapter is None:
+            self.adapter = adapter_for_model_type(detect_model_architecture(self.model))(self.model)
+        if self.tokenizer is not None and not isinstance(self.tokenizer, TokenizerWrapper):
+            self.tokenizer = TokenizerWrapper(self.tokenizer)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.adapter.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table."""
+        return self.adapter.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.adapter.backbone.layers)
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence, in tokens, that the model was made for, if it says so."""
+        return self.adapter.max_length
+
+    def embed(self, tokens_BL: mx.array) -> mx.array:
+        """Token embeddings ``[B, L, E]``."""
+        return self.adapter.embed(tokens_BL)
+
+    def head(self, hidden_BLE: mx.array) -> mx.array:
+        """Logits ``[B, L, V]`` from normalised final hidden states."""
+        return self.adapter.head(hidden_BLE)
+
+    def forward_hidden(
+        self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int]
+    ) -> tuple[mx.array, mx.array]:
+        """Final hidden states ``[B, L, E]`` (normalised, before the head) and features ``[B, L, F]``."""
+        return self.adapter.forward(tokens, cache, layer_ids)
+
+    def forward_with_hidden_states(
+        self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int]
+    ) -> tuple[mx.array, mx.array]:
+        """Logits ``[B, L, V]`` and features ``[B, L, len(layer_ids) * hidden_size]`` of ``tokens [B, L]``.
+
+        Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place.
+        """
+        hidden, features = self.forward_hidden(tokens, cache, layer_ids)
+        return self.head(hidden), features
+
+    def make_cache(self) -> list[Any]:
+        """New, empty caches, one a layer. Raises if one of them cannot be rewound exactly."""
+        cache = make_prompt_cache(self.model)
+        rewind.check_rewindable(cache)
+        return cache
+
+    def rewind_kv_caches(self, cache: list[Any], length: int) -> None:
+        """Bring ``cache`` back to its first ``length`` tokens; only tokens of the last update may go.
+
+        Raises :class:`~dflash.errors.GenerationError` if the cache holds fewer tokens than ``length``.
+        """
+        held = cache[0].offset
+        if not 0 <= length <= held:
+            raise GenerationError(f"Cannot rewind to {length} tokens: the cache holds {held}.")
+        rewind.rewind(cache, held - length)
+
+    def build_prompt(self, text: str, chat: bool = True) -> list[int]:
+        """Token ids of ``text`` as a user's message (or as it stands: ``chat=False`` or no template)."""
+        if self.tokenizer is None:
+            raise GenerationError("This target was loaded without a tokenizer; pass token ids to spec_generate.")
+        if not chat or not self.tokenizer.has_chat_template:
+            return self.tokenizer.encode(text)
+        return self.adapter.chat_tokens(self.tokenizer, [{"role": "user", "content": text}])
+
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer; empty without a tokenizer."""
+        return frozenset(self.tokenizer.eos_token_ids) if self.tokenizer is not None else frozenset()
+
+
+def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -> LoadedTargetModel:
+    """Load an mlx-lm model directory, or a hub name (``org/name``; the only case that uses the network).
+
+    Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files and
+    :class:`~dflash.errors.IncompatibleModelsError` for an architecture without an adapter.
+    """
+    path = resolve_checkpoint(path_or_hub_name)
+    try:
+        model, tokenizer = mlx_lm.load(
+            str(path),
+            tokenizer_config={"trust_remote_code": trust_remote_code},
+            trust_remote_code=trust_remote_code,
+        )
+    except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"Cannot load the target at {path}: {reason}") from error
+    to_compute_dtype(model)
+    return LoadedTargetModel(model, tokenizer, name=str(path_or_hub_name))

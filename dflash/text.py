@@ -1,0 +1,54 @@
+"""From committed tokens to text that may be shown: whole characters only, stop strings never.
+
+Knows mlx-lm's streaming detokenizers. Must not know models or blocks.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class TextStream:
+    """Incremental detokenizing with stop strings matched on text, across token boundaries.
+
+    Text that could be the beginning of a stop string is held back until it is decided.
+    """
+
+    def __init__(self, detokenizer: Any, stop_strings: Sequence[str] = ()):
+        self._detokenizer = detokenizer
+        self._detokenizer.reset()
+        self._stop_strings = tuple(stop_strings)
+        self._held = ""
+        self.stopped = False
+
+    def add(self, tokens: Iterable[int]) -> str:
+        """Text that became certain with ``tokens``; nothing once a stop string has been seen."""
+        for token in tokens:
+            self._detokenizer.add_token(token)
+        return self._release(self._detokenizer.last_segment)
+
+    def finish(self) -> str:
+        """The rest of the text after the last token."""
+        self._detokenizer.finalize()
+        text = self._release(self._detokenizer.last_segment)
+        if self.stopped:
+            return text
+        text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, segment: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + segment
+        starts = [i for i in (text.find(s) for s in self._stop_strings) if i >= 0]
+        if starts:
+            self.stopped, self._held = True, ""
+            return text[: min(starts)]
+        keep = max((_overlap(text, s) for s in self._stop_strings), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,31 @@
+"""First-mismatch verification: which drafted tokens the target itself would have written.
+
+Pure functions on arrays. Must not know models, caches or text.
+"""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+Sampler = Callable[[mx.array], mx.array]
+"""Log-probabilities ``[N, V]`` to tokens ``[N]``, as made by ``mlx_lm.sample_utils.make_sampler``."""
+
+
+def choose(logits_LV: mx.array, sampler: Sampler) -> mx.array:
+    """The target's own choice at each position, ``[L]``.
+
+    The arithmetic is that of plain ``mlx_lm`` decoding, so that near-ties fall the same way.
+    """
+    return sampler(logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True))
+
+
+def accepted_length(drafted: Sequence[int], chosen: Sequence[int]) -> int:
+    """Number of leading drafts equal to the target's choices; ``chosen`` has one entry more.
+
+    Every committed token is the target's choice, so the output is distributed exactly as the sampler's,
+    for any sampler (design of speculative decoding by first mismatch).
+    """
+    n = 0
+    while n < len(drafted) and drafted[n] == chosen[n]:
+        n += 1
+    return n

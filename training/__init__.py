@@ -1,0 +1,1 @@
+"""Training a drafter: data, loss, trainer and evaluation."""

@@ -36,7 +36,7 @@ def load_drafter(path_or_hub_name: str | Path) -> DFlashDraftModel:
 def save_drafter(model: DFlashDraftModel, path: str | Path, dtype: mx.Dtype = mx.bfloat16) -> None:
     """Write ``model`` to the folder ``path`` in the published format, each file whole or not at all."""
     path = Path(path)
-    weights = {name: w.astype(dtype) for name, w in tree_flatten(model.parameters())}
+    weights = {name: w.astype(dtype) for name, w in _parameters(model).items()}
     config = model.config.to_dict() | {"dtype": str(dtype).removeprefix("mlx.core.")}
     write_whole(
         path / "model.safetensors",
@@ -45,8 +45,12 @@ def save_drafter(model: DFlashDraftModel, path: str | Path, dtype: mx.Dtype = mx
     write_whole(path / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n"))
 
 
+def _parameters(model: DFlashDraftModel) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
 def _check_weights(model: DFlashDraftModel, weights: dict[str, mx.array], path: Path) -> None:
-    expected = {name: w.shape for name, w in tree_flatten(model.parameters())}
+    expected = {name: w.shape for name, w in _parameters(model).items()}
     missing = sorted(expected.keys() - weights.keys())
     if missing:
         raise CheckpointError(f"{path} lacks {_some(missing)}; the file does not match its config.json.")

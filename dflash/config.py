@@ -13,16 +13,45 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Written by the transformers library into every config; they say nothing about a drafter's arithmetic.
 _IGNORED = frozenset(
-    """architectures attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id
-    id2label initializer_range label2id max_window_layers model_type output_attentions
-    output_hidden_states pad_token_id problem_type return_dict tie_word_embeddings torch_dtype
-    transformers_version use_cache use_sliding_window""".split()
+    [
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_window_layers",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "use_sliding_window",
+    ]
 )
 # Values that mean "off"; anything else would change the arithmetic, which this package does not implement.
 _MUST_BE_OFF = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 _DFLASH_FIELDS = frozenset(
-    """block_size mask_token_id target_layer_ids layer_types sliding_window is_causal
-    input_embedding_scale output_multiplier final_logit_softcapping""".split()
+    [
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "layer_types",
+        "sliding_window",
+        "is_causal",
+        "input_embedding_scale",
+        "output_multiplier",
+        "final_logit_softcapping",
+    ]
 )
 
 
@@ -162,8 +191,16 @@ class DFlashConfig:
 
 
 _REQUIRED = frozenset(
-    """hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
-    num_target_layers vocab_size mask_token_id""".split()
+    [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_target_layers",
+        "vocab_size",
+        "mask_token_id",
+    ]
 )
 
 

@@ -5,7 +5,7 @@ Knows token ids and caches. Must not know text, chat templates, any architecture
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -67,7 +67,7 @@ def prefill(
         last = hidden[:, -1:]
         mx.eval(last, [c.state for c in state.target_cache])
         mx.clear_cache()
-    state.tokens += choose(target.head(last)[0], sampler).tolist()
+    state.tokens += _ids(choose(target.head(last)[0], sampler))
     return state
 
 
@@ -89,7 +89,7 @@ def decode_block(
     chosen = choose(logits[0], sampler)
     mx.eval(inputs, chosen, features)
 
-    block = Block(drafted=inputs[0, 1:].tolist(), chosen=chosen.tolist())
+    block = Block(drafted=_ids(inputs[0, 1:]), chosen=_ids(chosen))
     committed = len(block.tokens)
     target.rewind_kv_caches(state.target_cache, len(state.tokens) - 1 + committed)
     drafter.extend_context(features[:, :committed], state.draft_cache, inputs[:, :committed])
@@ -108,3 +108,7 @@ def decode(
     """Blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
     while (remaining := state.prompt_length + max_tokens - len(state.tokens)) > 0:
         yield decode_block(target, drafter, state, min(block_size, remaining) - 1, sampler)
+
+
+def _ids(tokens: mx.array) -> list[int]:
+    return cast(list[int], tokens.tolist())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -91,11 +91,9 @@ class DFlashSpeculativeDecoder:
         _require_count("block_size", block_size, 1)
         _require_count("max_seq_length", max_seq_length, 1)
         if isinstance(target_model, LoadedTargetModel):
-            loaded = target_model
-            if tokenizer is not None or adapter is not None:
-                loaded = LoadedTargetModel(
-                    loaded.model, tokenizer or loaded.tokenizer, adapter or loaded.adapter, loaded.name
-                )
+            loaded = LoadedTargetModel(
+                target_model.model, tokenizer or target_model.tokenizer, adapter or target_model.adapter
+            )
         else:
             loaded = LoadedTargetModel(target_model, tokenizer, adapter)
         draft_model.bind(loaded)
@@ -306,12 +304,12 @@ def _sampler(temperature: float, top_p: float = 0.0, top_k: int = 0) -> Sampler:
 
 def _row(tokens: Sequence[int] | mx.array) -> list[int]:
     """Token ids of one sequence, from ``[L]``, ``[1, L]`` or a list."""
-    array = mx.array(tokens)
+    array = mx.array(tokens)  # type: ignore[arg-type]
     if array.ndim == 2 and array.shape[0] != 1:
         raise GenerationError(f"Batch size {array.shape[0]} is not supported; decode one sequence at a time.")
     if array.ndim not in (1, 2) or (array.size and not mx.issubdtype(array.dtype, mx.integer)):
         raise GenerationError(f"Expected token ids of shape [length] or [1, length], got {array.shape} {array.dtype}.")
-    return array.reshape(-1).tolist()
+    return cast(list[int], array.reshape(-1).tolist())
 
 
 def _checked_stop_strings(stop_strings: Sequence[str] | None) -> tuple[str, ...]:

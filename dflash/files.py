@@ -9,7 +9,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -65,7 +65,7 @@ def read_safetensors(folder: Path) -> dict[str, mx.array]:
     tensors: dict[str, mx.array] = {}
     for file in files:
         try:
-            loaded = mx.load(str(file))
+            loaded = cast(dict[str, mx.array], mx.load(str(file)))
             mx.eval(loaded)
         except RuntimeError as error:
             raise CheckpointError(f"{file} is damaged or truncated: {str(error).splitlines()[0]}") from error

@@ -29,10 +29,12 @@ class Drafter(Protocol):
     """
 
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Most positions per block, the anchor included."""
 
     @property
-    def target_layer_ids(self) -> tuple[int, ...]: ...
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Target layers whose outputs are the features, 0-based."""
 
     def bind(self, target: "LoadedTargetModel") -> None:
         """Check that the target fits and take what is shared with it (embedding, head)."""

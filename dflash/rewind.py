@@ -22,6 +22,8 @@ def _trim(cache: Any, rejected: int) -> None:
 def _drop_concatenated(cache: ConcatenateKVCache, rejected: int) -> None:
     """``trim`` of this class moves only ``offset``; its next update would append behind stale entries."""
     kept = cache.offset - rejected
+    assert cache.keys is not None
+    assert cache.values is not None
     cache.state = cache.keys[..., :kept, :], cache.values[..., :kept, :]
 
 
@@ -31,6 +33,8 @@ def _drop_newest(cache: RotatingKVCache, rejected: int) -> None:
     The update kept ``max_size - 1`` entries before the block, so a full window remains. A block of one
     token is written in place, but rejects nothing.
     """
+    assert cache.keys is not None
+    assert cache.values is not None
     if cache._idx != cache.keys.shape[2] or rejected >= cache.keys.shape[2]:
         raise RuntimeError("RotatingKVCache is not in time order; it can only be rewound behind its last update.")
     cache.keys, cache.values = cache.keys[..., :-rejected, :], cache.values[..., :-rejected, :]

@@ -4,7 +4,6 @@ Knows how to load mlx-lm checkpoints. Must not know drafters or the decode loop.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,20 @@ from .errors import CheckpointError, GenerationError
 from .files import resolve_checkpoint
 
 
-@dataclass
 class LoadedTargetModel:
     """A target ready for speculative decoding.
 
-    ``tokenizer`` may be ``None`` where only token ids are used; ``name`` is for messages and reports.
+    Args:
+        model: A model loaded by mlx-lm.
+        tokenizer: mlx-lm's wrapper or a Hugging Face tokenizer; ``None`` where only token ids are used.
+        adapter: Found by the model's ``model_type`` when ``None``.
     """
 
-    model: nn.Module
-    tokenizer: Any = None
-    adapter: TargetAdapter = None  # type: ignore[assignment]  # found from the model when not given
-    name: str = "target"
-
-    def __post_init__(self) -> None:
-        if self.adapter is None:
-            self.adapter = adapter_for_model_type(detect_model_architecture(self.model))(self.model)
-        if self.tokenizer is not None and not isinstance(self.tokenizer, TokenizerWrapper):
-            self.tokenizer = TokenizerWrapper(self.tokenizer)
+    def __init__(self, model: nn.Module, tokenizer: Any = None, adapter: TargetAdapter | None = None):
+        self.model = model
+        self.adapter = adapter or adapter_for_model_type(detect_model_architecture(model))(model)
+        wrapped = tokenizer is None or isinstance(tokenizer, TokenizerWrapper)
+        self.tokenizer = tokenizer if wrapped else TokenizerWrapper(tokenizer)
 
     @property
     def hidden_size(self) -> int:
@@ -120,7 +116,7 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
     """
     path = resolve_checkpoint(path_or_hub_name)
     try:
-        model, tokenizer = mlx_lm.load(
+        model, tokenizer, *_ = mlx_lm.load(
             str(path),
             tokenizer_config={"trust_remote_code": trust_remote_code},
             trust_remote_code=trust_remote_code,
@@ -129,4 +125,4 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"Cannot load the target at {path}: {reason}") from error
     to_compute_dtype(model)
-    return LoadedTargetModel(model, tokenizer, name=str(path_or_hub_name))
+    return LoadedTargetModel(model, tokenizer)

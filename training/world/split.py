@@ -1,0 +1,27 @@
+"""The held-out split: by combination of operations, never by numbers or wording.
+
+Knows: a stable hash of an unordered pair of operation names. Must not know: what operations do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Literal
+
+Split = Literal["train", "heldout"]
+
+HELD_OUT_PERCENT = 9  # enough pairs to measure on, and 5 in 9 four-operation pipelines stay in training
+
+
+def is_held_out_pair(first: str, second: str) -> bool:
+    """Whether no training sample may hold both operations; the same on every machine and run."""
+    text = "|".join(sorted((first, second)))
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def split_of(operations: Sequence[str]) -> Split:
+    """`heldout` when any pair of the operations is held out, else `train`."""
+    return "heldout" if any(is_held_out_pair(a, b) for a, b in combinations(operations, 2)) else "train"

@@ -4,55 +4,29 @@ Knows the field names of the format and their defaults. Must not know weights, t
 """
 
 import difflib
+import logging
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .errors import CheckpointError
 
+logger = logging.getLogger(__name__)
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Written by the transformers library into every config; they say nothing about a drafter's arithmetic.
-_IGNORED = frozenset(
-    [
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "max_window_layers",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "tie_word_embeddings",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "use_sliding_window",
-    ]
-)
+_IGNORED = frozenset({
+    "architectures", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "id2label", "initializer_range", "label2id", "max_window_layers", "model_type",
+    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
+    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window",
+})  # fmt: skip
 # Values that mean "off"; anything else would change the arithmetic, which this package does not implement.
 _MUST_BE_OFF = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-_DFLASH_FIELDS = frozenset(
-    [
-        "block_size",
-        "mask_token_id",
-        "target_layer_ids",
-        "layer_types",
-        "sliding_window",
-        "is_causal",
-        "input_embedding_scale",
-        "output_multiplier",
-        "final_logit_softcapping",
-    ]
-)
+_DFLASH_FIELDS = frozenset({
+    "block_size", "mask_token_id", "target_layer_ids", "layer_types", "sliding_window", "is_causal",
+    "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,10 +46,10 @@ class DFlashConfig:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    num_target_layers: int
     vocab_size: int
     mask_token_id: int
     head_dim: int = 0
+    num_target_layers: int | None = None
     block_size: int = 16
     target_layer_ids: tuple[int, ...] = ()
     max_position_embeddings: int = 40960
@@ -94,7 +68,7 @@ class DFlashConfig:
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 (frozen dataclass)
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             _require_positive(name, getattr(self, name))
-        for name in ("num_key_value_heads", "num_target_layers", "vocab_size", "block_size"):
+        for name in ("num_key_value_heads", "vocab_size", "block_size"):
             _require_positive(name, getattr(self, name))
         set_("head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
         set_("target_layer_ids", tuple(self.target_layer_ids) or self._spread_layer_ids())
@@ -108,12 +82,17 @@ class DFlashConfig:
             raise CheckpointError(
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size} tokens."
             )
-        bad = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
+        if self.num_target_layers is not None:
+            self.check_layer_ids(self.num_target_layers)
+        self._check_layer_types()
+
+    def check_layer_ids(self, num_layers: int) -> None:
+        """Raise :class:`~dflash.errors.CheckpointError` unless a target of ``num_layers`` has all layers read."""
+        bad = [i for i in self.target_layer_ids if not 0 <= i < num_layers]
         if bad:
             raise CheckpointError(
-                f"target_layer_ids {bad} are out of range: the target has layers 0 to {self.num_target_layers - 1}."
+                f"target_layer_ids {bad} are out of range: the target has layers 0 to {num_layers - 1}."
             )
-        self._check_layer_types()
 
     def _check_layer_types(self) -> None:
         if len(self.layer_types) != self.num_hidden_layers:
@@ -128,10 +107,12 @@ class DFlashConfig:
 
     def _spread_layer_ids(self) -> tuple[int, ...]:
         """Evenly spread target layers, the published default when a config names none."""
-        drafts = self.num_hidden_layers
+        _require_positive("num_target_layers (needed where target_layer_ids is missing)", self.num_target_layers)
+        assert self.num_target_layers is not None
+        logger.warning("The drafter's config names no target_layer_ids; they are assumed to be evenly spread.")
+        drafts, span = self.num_hidden_layers, self.num_target_layers - 4
         if drafts == 1:
             return (self.num_target_layers // 2,)
-        span = self.num_target_layers - 4
         return tuple(round(1 + i * span / (drafts - 1)) for i in range(drafts))
 
     def causal_in_block(self, layer: int) -> bool:
@@ -179,7 +160,7 @@ class DFlashConfig:
         }
         nested = {name: value for name, value in nested.items() if value != defaults[name]}
         nested |= {name: flat.pop(name) for name in ("mask_token_id", "target_layer_ids")}
-        optional = ("sliding_window", "is_causal")
+        optional = ("num_target_layers", "sliding_window", "is_causal")
         flat = {k: v for k, v in flat.items() if k not in optional or v is not None}
         return {
             "architectures": ["DFlashDraftModel"],
@@ -190,18 +171,10 @@ class DFlashConfig:
         }
 
 
-_REQUIRED = frozenset(
-    [
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_target_layers",
-        "vocab_size",
-        "mask_token_id",
-    ]
-)
+_REQUIRED = frozenset({
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "mask_token_id",
+})  # fmt: skip
 
 
 def _require_positive(name: str, value: Any) -> None:

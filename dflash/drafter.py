@@ -145,11 +145,12 @@ class DFlashDraftModel(nn.Module):
             ("vocab_size", self.config.vocab_size, target.vocab_size),
             ("number of target layers", self.config.num_target_layers, target.num_layers),
         ):
-            if mine != theirs:
+            if mine is not None and mine != theirs:
                 raise IncompatibleModelsError(
                     f"The drafter was made for a target with {what} {mine}, this target has {theirs}. "
                     "Use the drafter that was trained for this target."
                 )
+        self.config.check_layer_ids(target.num_layers)
         self._target = target
 
     def embed(self, tokens_BL: mx.array) -> mx.array:

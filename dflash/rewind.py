@@ -35,8 +35,9 @@ def _drop_newest(cache: RotatingKVCache, rejected: int) -> None:
     """
     assert cache.keys is not None
     assert cache.values is not None
-    if cache._idx != cache.keys.shape[2] or rejected >= cache.keys.shape[2]:
-        raise RuntimeError("RotatingKVCache is not in time order; it can only be rewound behind its last update.")
+    held = cache.keys.shape[2]
+    if cache._idx != held or held - rejected < min(cache.offset - rejected, cache.max_size):
+        raise RuntimeError("A RotatingKVCache can only be rewound within its last update of several tokens.")
     cache.keys, cache.values = cache.keys[..., :-rejected, :], cache.values[..., :-rejected, :]
     cache.offset -= rejected
     cache._idx -= rejected

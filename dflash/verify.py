@@ -6,16 +6,16 @@ Pure functions on arrays. Must not know models, caches or text.
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+from mlx_lm.sample_utils import greedy_sampler
 
 Sampler = Callable[[mx.array], mx.array]
 """Log-probabilities ``[N, V]`` to tokens ``[N]``, as made by ``mlx_lm.sample_utils.make_sampler``."""
 
 
 def choose(logits_LV: mx.array, sampler: Sampler) -> mx.array:
-    """The target's own choice at each position, ``[L]``.
-
-    The arithmetic is that of plain ``mlx_lm`` decoding, so that near-ties fall the same way.
-    """
+    """The target's own choice at each position, ``[L]``: what plain ``mlx_lm`` decoding would take there."""
+    if sampler is greedy_sampler:  # normalising moves no maximum, and costs a pass over the vocabulary
+        return mx.argmax(logits_LV, axis=-1)
     return sampler(logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True))
 
 

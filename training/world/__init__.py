@@ -16,14 +16,25 @@ from .bounds import distinct_meanings
 from .check import CheckResult, check_answer, check_answers
 from .split import Split, is_held_out_pair, split_of
 
-__all__ = ["CheckResult", "Sample", "Split", "check_answer", "check_answers", "distinct_meanings", "is_held_out_pair", "sample", "samples", "split_of"]
+__all__ = [
+    "CheckResult",
+    "Sample",
+    "Split",
+    "check_answer",
+    "check_answers",
+    "distinct_meanings",
+    "is_held_out_pair",
+    "sample",
+    "samples",
+    "split_of",
+]
 
 FUNCTION_SHARE = 0.6
 KNOWN_SHARE = 0.08  # of the functions, in training only: they hold no combination
 STEP_COUNTS = (0, 1, 2, 3)
 STEP_WEIGHTS = {"train": (4, 26, 42, 28), "heldout": (0, 26, 42, 32)}
 EVENT_COUNTS = (1, 2, 3, 4)
-EVENT_WEIGHTS = {"train": (5, 40, 38, 17), "heldout": (0, 40, 38, 22)}
+EVENT_WEIGHTS = {"train": (4, 30, 38, 28), "heldout": (0, 32, 38, 30)}
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,9 @@ def sample(rng: random.Random, split: Split) -> Sample:
     if rng.random() < FUNCTION_SHARE:
         if split == "train" and rng.random() < KNOWN_SHARE:
             row = rng.choice(known.KNOWN)
-            return Sample(known.request(row, rng), row.answer(), "function", (row.name,), {"kind": "known", "name": row.name})
+            return Sample(
+                known.request(row, rng), row.answer(), "function", (row.name,), {"kind": "known", "name": row.name}
+            )
         length = rng.choices(STEP_COUNTS, STEP_WEIGHTS[split])[0]
         while True:
             pipeline = functions.draw_pipeline(rng, length)
@@ -57,7 +70,13 @@ def sample(rng: random.Random, split: Split) -> Sample:
     while True:
         problem = problems.draw_problem(rng, length)
         if split_of(problem.operations) == split:
-            return Sample(problem.prompt, problem.answer, "problem", problem.operations, {"kind": "problem", "answer": problem.value})
+            return Sample(
+                problem.prompt,
+                problem.answer,
+                "problem",
+                problem.operations,
+                {"kind": "problem", "answer": problem.value},
+            )
 
 
 def samples(seed: int, count: int, split: Split) -> Iterator[Sample]:

@@ -27,6 +27,9 @@ def distinct_meanings(source_name: str = "numbers", length: int = 3) -> int:
             return 0
         if len(steps) == length:
             return ways * sum(choices(row.arguments) for row in RESULTS if kind in row.takes and sensible(steps, row))
-        return sum(extend((*steps, step), following(kind, step), ways * choices(step.arguments)) for step in next_steps(kind, source))
+        return sum(
+            extend((*steps, step), following(kind, step), ways * choices(step.arguments))
+            for step in next_steps(kind, source)
+        )
 
     return extend((), source.gives, 1)

@@ -3,6 +3,7 @@
 Knows: how operations fit together, how users frame a request, the one style of an answer.
 Must not know: what any single operation computes, which pairs are held out, how answers are checked.
 """
+# ruff: noqa: E501 - a row of a table is one line
 
 from __future__ import annotations
 
@@ -20,7 +21,21 @@ STEPS = NUMBER_FILTERS + NUMBER_MAPS + SORTS + SEQUENCE_STEPS + WORD_STEPS + CHA
 STEP_BY_NAME = {row.name: row for row in STEPS}
 
 SLICES = ("slice", "stride")
-SOURCE_WEIGHTS = {"numbers": 12, "words": 8, "text": 4, "characters": 5, "range": 3}  # the others weigh 1
+SOURCE_WEIGHTS = {"numbers": 20, "words": 12, "text": 7, "characters": 14, "range": 4}
+OTHER_WEIGHT = 3
+ORDER_WEIGHT = 3  # sorting is often asked for, and often refused by `sensible`
+COMMON, COMMON_WEIGHT = ("items", "count", "sum", "join_text"), 3
+
+# Steps and results that say nothing about single letters, or about numbers written as text.
+ONE_LETTER = ("longer_than", "shorter_than", "exactly_long", "palindromes", "reverse_each", "sort_by_length", "lengths", "ending", "containing",
+              "lacking", "longest", "shortest", "total_length", "length_map", "any_longer")  # fmt: skip
+UNFIT_AFTER = {
+    "initials": ONE_LETTER,
+    "finals": ONE_LETTER,
+    "to_text": ("starting", "ending", "containing", "lacking", "palindromes", "upper_words", "lower_words", "capitalize", "sort_words",
+                "sort_words_down", "initials", "finals", "longer_than", "shorter_than", "exactly_long"),
+}  # fmt: skip
+NOT_ON_RANGE = ("sign", "absolute", "unique")  # 1 to n holds nothing to drop
 
 # {s} the source, {t} the chain in the third person, {b} the chain as an imperative, {n} the compact form.
 FRAMES_THIRD = (
@@ -42,7 +57,27 @@ FRAMES_COMPACT = (
     "Return {n}.", "Please write code to find {n}.", "Python code for {n}.", "Write a function to get {n}.", "I want {n}.", "Function for {n}.",
     "Create a function that gives {n}.", "Could you write Python code that returns {n}?",
 )  # fmt: skip
-JOINTS = (((", "), " and "), (", ", ", and "), (", then ", " and "), (", ", " and then "), (", then ", ", then "), (", ", ", and finally "), (" and then ", " and "))
+FRAMES_VERB = (
+    "Write a function to {b}.", "Write a Python function to {b}.", "How do I {b}?", "How can I {b} in Python?", "{B}.", "Python function to {b}.",
+    "I need code to {b}.", "I need a function to {b}.", "Write a function that {t}.", "Can you write a function to {b}?", "Please {b}.",
+    "Give me a Python function that {t}.", "Could you help me {b}?", "Show me how to {b}.", "Code to {b}.", "I want to {b}.", "Create a function that {t}.",
+)  # fmt: skip
+VERBS = {
+    "sum": ("sum", "add up", "total"),
+    "count": ("count",),
+    "product": ("multiply together",),
+    "average": ("average",),
+    "items": ("list", "get", "return", "collect", "find"),
+}
+JOINTS = (
+    ((", "), " and "),
+    (", ", ", and "),
+    (", then ", " and "),
+    (", ", " and then "),
+    (", then ", ", then "),
+    (", ", ", and finally "),
+    (" and then ", " and "),
+)
 
 
 @dataclass(frozen=True)
@@ -72,8 +107,11 @@ def sensible(steps: Sequence[Operation], result: Operation) -> bool:
     groups = [step.group for step in steps]
     if len(set(groups)) < len(groups):
         return False
-    if result.name == "sum" and any(step.name == "negate" for step in steps):
-        return True
+    if not steps and result.name in ("items", "entries"):
+        return False
+    names = [step.name for step in steps] + [result.name]
+    if any(later in UNFIT_AFTER.get(name, ()) for index, name in enumerate(names) for later in names[index + 1 :]):
+        return False
     if "order" in groups and not result.ordered:
         later = groups[groups.index("order") + 1 :]
         return any(group in SLICES for group in later)
@@ -82,7 +120,7 @@ def sensible(steps: Sequence[Operation], result: Operation) -> bool:
 
 def next_steps(kind: str, source: Source) -> list[Operation]:
     """The steps that fit a value of this type on this source."""
-    fitting = [row for row in STEPS if kind in row.takes]
+    fitting = [row for row in STEPS if kind in row.takes and not (source.name == "range" and row.group in NOT_ON_RANGE)]
     return [row for row in fitting if argument_choices(row.arguments, source)]
 
 
@@ -93,16 +131,18 @@ def following(kind: str, step: Operation) -> str:
 
 def draw_pipeline(rng: random.Random, length: int) -> Pipeline:
     """A random pipeline with this many steps."""
-    weights = [SOURCE_WEIGHTS.get(source.name, 1) for source in SOURCES]
+    weights = [SOURCE_WEIGHTS.get(source.name, OTHER_WEIGHT) for source in SOURCES]
     while True:
         source = rng.choices(SOURCES, weights)[0]
         kind = source.gives
         steps: list[Operation] = []
         for _ in range(length):
-            step = rng.choice(next_steps(kind, source))
+            fitting = next_steps(kind, source)
+            step = rng.choices(fitting, [ORDER_WEIGHT if row.group == "order" else 1 for row in fitting])[0]
             steps.append(step)
             kind = following(kind, step)
-        result = rng.choice([row for row in RESULTS if kind in row.takes])
+        results = [row for row in RESULTS if kind in row.takes]
+        result = rng.choices(results, [COMMON_WEIGHT if row.name in COMMON else 1 for row in results])[0]
         if not sensible(steps, result):
             continue
         bound = [(row, rng.choice(argument_choices(row.arguments, source))) for row in (*steps, result)]
@@ -119,6 +159,7 @@ def types_along(pipeline: Pipeline) -> Iterator[str]:
 
 
 def fill(template: str, source: Source, kind: str, arguments: tuple[Any, ...], variable: str = "result") -> str:
+    """A template of a row with its arguments and the nouns of the type in place."""
     item, items = NOUNS.get(kind, (source.item, source.items))
     return template.format(*arguments, v=variable, item=item, items=items, label=source.label)
 
@@ -134,9 +175,8 @@ def third_person(phrase: str) -> str:
 
 
 def third_person_all(phrase: str) -> str:
-    """The same for a phrase of two verbs: "filter and drop" style phrases join them with " and "."""
-    head, joint, tail = phrase.partition(" and drop ")
-    return third_person(head) + (" and drops " + tail if joint else "")
+    """The same for the one kind of phrase with two verbs, "divide each number and drop the remainder"."""
+    return third_person(phrase).replace(" and drop ", " and drops ")
 
 
 def chain(phrases: Sequence[str], between: str = ", ", last: str = " and ") -> str:
@@ -145,19 +185,23 @@ def chain(phrases: Sequence[str], between: str = ", ", last: str = " and ") -> s
 
 
 def sentence(text: str) -> str:
+    """The text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def canonical_phrases(pipeline: Pipeline) -> list[str]:
     """The imperative of every step and of the result, in the answer's own words."""
     rows = (*pipeline.steps, pipeline.result)
-    return [fill(row.phrasings[0], pipeline.source, kind, arguments) for (row, arguments), kind in zip(rows, types_along(pipeline), strict=True)]
+    return [
+        fill(row.phrasings[0], pipeline.source, kind, arguments)
+        for (row, arguments), kind in zip(rows, types_along(pipeline), strict=True)
+    ]
 
 
 def function_name(pipeline: Pipeline) -> str:
     """The result, the steps from last to first, the parameter: `sum_squared_even_numbers`."""
     parts = [fill(row.part, pipeline.source, "numbers", arguments) for row, arguments in reversed(pipeline.steps)]
-    noun = "numbers" if pipeline.source.name == "range" else pipeline.source.parameter
+    noun = NOUNS[pipeline.source.gives][1] if pipeline.source.opening else pipeline.source.parameter
     return "_".join([pipeline.result[0].part, *parts, noun])
 
 
@@ -184,8 +228,8 @@ def answer(pipeline: Pipeline) -> str:
     return "```python\n" + "\n".join(lines) + "\n```\n" + closing
 
 
-def compact_form(pipeline: Pipeline, rng: random.Random) -> str | None:
-    """ "the sum of the squares of the even numbers in a list", where word order leaves no doubt, else None.
+def compact_form(pipeline: Pipeline, rng: random.Random) -> tuple[str, str] | None:
+    """ "the squares of the even numbers in a list" and ", sorted ...", where word order leaves no doubt, else None.
 
     At most one filter before the noun, one after it, one map around it, in that order; an ordering only at the end.
     """
@@ -207,24 +251,48 @@ def compact_form(pipeline: Pipeline, rng: random.Random) -> str | None:
             return None
     items = fill("{items}", source, source.gives, ())
     core = f"{before}{items}{after} {rng.choice(source.within)}"
-    x = noun + "the " + core if noun else core if result.name == "count" else "the " + core
-    if result.name != "count" and noun.startswith("the "):
-        x = noun + "the " + core
-    if result.name == "count":
-        x = x.removeprefix("the ")
-    return fill(result.noun.replace("{x}", x.replace("{", "{{")), source, source.gives, ()) + tail
+    return noun + "the " + core, tail
+
+
+def direct_form(pipeline: Pipeline, rng: random.Random) -> str | None:
+    """ "double each number in a list" for a single step whose result is the list, else None."""
+    if len(pipeline.steps) != 1 or pipeline.result[0].name != "items" or not pipeline.source.within:
+        return None
+    (step, arguments), kind = pipeline.steps[0], pipeline.source.gives
+    fitting = [text for text in step.phrasings if "number" in text or "word" in text or "{item" in text]
+    if step.group == "order" or not fitting:
+        return None
+    return f"{fill(rng.choice(fitting), pipeline.source, kind, arguments)} {rng.choice(pipeline.source.within)}"
+
+
+def framed_verb(phrase: str, rng: random.Random) -> str:
+    """The imperative in a frame that needs no source."""
+    return rng.choice(FRAMES_VERB).format(b=phrase, B=sentence(phrase), t=third_person_all(phrase))
 
 
 def request(pipeline: Pipeline, rng: random.Random) -> str:
     """One of the many ways to ask for the pipeline."""
     source = pipeline.source
     compact = compact_form(pipeline, rng)
-    if compact and rng.random() < 0.6:
-        text = rng.choice(FRAMES_COMPACT).format(n=compact)
+    direct = direct_form(pipeline, rng)
+    if direct and rng.random() < 0.4:
+        text = framed_verb(direct, rng)
+    elif compact and rng.random() < 0.65:
+        what, tail = compact
+        row = pipeline.result[0]
+        if row.name in VERBS and rng.random() < 0.5:
+            text = framed_verb(f"{rng.choice(VERBS[row.name])} {what}{tail}", rng)
+        else:
+            if row.name == "count":
+                what = what.removeprefix("the ")
+            text = rng.choice(FRAMES_COMPACT).format(n=row.noun.format(x=what) + tail)
     else:
         rows = (*pipeline.steps, pipeline.result)
         phrases = [rng.choice(source.opening_requests)] if source.opening_requests else []
-        phrases += [fill(rng.choice(row.phrasings), source, kind, arguments) for (row, arguments), kind in zip(rows, types_along(pipeline), strict=True)]
+        phrases += [
+            fill(rng.choice(row.phrasings), source, kind, arguments)
+            for (row, arguments), kind in zip(rows, types_along(pipeline), strict=True)
+        ]
         between, last = rng.choice(JOINTS)
         described = rng.choice(source.described)
         if rng.random() < 0.55:

@@ -3,6 +3,7 @@
 Knows: each one's wordings, its one answer and a reference. Must not know: pipelines, splits.
 Every row holds no combination, so all of them belong to training.
 """
+# ruff: noqa: E501 - a row of a table is one line
 
 from __future__ import annotations
 
@@ -169,9 +170,6 @@ KNOWN = (
     Known("is_square", ("checks if a number is a perfect square", "tells whether n is a perfect square", "returns whether n is a square number"),
           "is_square(n)", "Return whether n is a perfect square.", "root = 0\nwhile root * root < n:\n    # Try the next root.\n    root += 1\nreturn root * root == n",
           "The function tries roots from 0 until the square reaches n.", ("n",), lambda n: round(n**0.5) ** 2 == n),
-    Known("triangular", ("returns the sum of the numbers from 1 to n", "adds up all numbers from 1 to n", "computes 1 + 2 + ... + n"),
-          "sum_up_to(n)", "Return the sum of the numbers from 1 to n.", "# Pairing first and last gives n + 1 each time.\nreturn n * (n + 1) // 2",
-          "The function uses the formula n * (n + 1) / 2.", ("n",), lambda n: n * (n + 1) // 2),
     Known("rectangle_area", ("computes the area of a rectangle", "returns the area of a rectangle", "calculates a rectangle's area"),
           "rectangle_area(width, height)", "Return the area of a rectangle.", "# The area is the product of both sides.\nreturn width * height",
           "The function multiplies the width by the height.", ("n", "n"), lambda a, b: a * b),
@@ -205,6 +203,8 @@ def random_arguments(row: Known, rng: random.Random) -> list[Any]:
     """One set of arguments of the right kinds."""
     kinds = {"n": (0, 24), "big": (0, 3000), "any": (-20, 40)}
     return [
-        "".join(rng.choices("abcdeimnorst AEI", k=rng.choice((0, 1, 3, 8)))) if kind == "text" else rng.randint(*kinds[kind])
+        "".join(rng.choices("abcdeimnorst AEI", k=rng.choice((0, 1, 3, 8))))
+        if kind == "text"
+        else rng.randint(*kinds[kind])
         for kind in row.inputs
     ]

@@ -6,6 +6,7 @@ writes it. Must not know: how requests are framed, how a pipeline is drawn, or w
 Texts are `str.format` templates: `{v}` the variable holding the input, `{item}` and `{items}` the
 nouns of the current type ("word", "words"), `{0}`, `{1}` the arguments.
 """
+# ruff: noqa: E501 - a row of a table is one line
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 Knows: every result for every type, how it is asked for and what it is when nothing is left.
 Must not know: framing, drawing, splits.
 """
+# ruff: noqa: E501 - a row of a table is one line
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RESULTS = (
     Operation("items", (*SEQUENCES, "records"), "value", "result", ("return the list", "return the resulting list", "return the {items}",
               "return the result", "return what is left"), "{v}", "list", lambda v: v, noun="{x}", ordered=True, empty="an empty list"),
     Operation("count", (*SEQUENCES, "records"), "value", "result", ("return the count", "return how many {items} there are",
-              "return the number of {items}", "count them", "return how many are left"),
+              "count the {items}", "count what is left", "return how many are left"),
               "len({v})", "count", len, noun="the number of {x}", empty="0"),
     Operation("sum", ("numbers",), "value", "result", ("return the sum", "return their sum", "add them up", "return the total", "sum them up"),
               "sum({v})", "sum", sum, noun="the sum of {x}", empty="0"),
@@ -45,10 +46,10 @@ RESULTS = (
               lambda v: sorted(v)[len(v) // 2] if v else 0, noun="the upper median of {x}", empty="0"),
     Operation("any_above", ("numbers",), "value", "result", ("return whether any number is greater than {0}", "check if any number is greater than {0}",
               "return true if any number is above {0}", "tell whether some number is larger than {0}"),
-              "any(number > {0} for number in {v})", "any", lambda v, a: any(x > a for x in v), "threshold", empty="False"),
+              "any(number > {0} for number in {v})", "any_large", lambda v, a: any(x > a for x in v), "threshold", empty="False"),
     Operation("all_below", ("numbers",), "value", "result", ("return whether all numbers are smaller than {0}", "check if all numbers are smaller than {0}",
               "return true if every number is below {0}", "tell whether every number is less than {0}"),
-              "all(number < {0} for number in {v})", "all", lambda v, a: all(x < a for x in v), "threshold", empty="True"),
+              "all(number < {0} for number in {v})", "all_small", lambda v, a: all(x < a for x in v), "threshold", empty="True"),
     Operation("contains", ("numbers",), "value", "result", ("return whether {0} is among them", "check if {0} is in the list",
               "return true if the list contains {0}", "tell whether {0} is one of them"),
               "{0} in {v}", "contains", lambda v, a: a in v, "threshold", empty="False"),
@@ -80,9 +81,9 @@ RESULTS = (
               "{{word: {v}.count(word) for word in {v}}}", "frequency", lambda v: dict(Counter(v)), empty="an empty dictionary"),
     Operation("any_longer", ("words",), "value", "result", ("return whether any word has more than {0} letters", "check if any word is longer than {0} letters",
               "return true if any word is longer than {0} letters", "tell whether some word has more than {0} letters"),
-              "any(len(word) > {0} for word in {v})", "any", lambda v, a: any(len(w) > a for w in v), "size", empty="False"),
+              "any(len(word) > {0} for word in {v})", "any_long", lambda v, a: any(len(w) > a for w in v), "size", empty="False"),
     Operation("join_text", ("characters",), "value", "result", ("join them into a string", "return the text", "return the result as a string",
-              "put the characters back together", "return the new string"), '"".join({v})', "text", "".join, ordered=True, empty="an empty string"),
+              "put the characters back together", "return the new string"), '"".join({v})', "joined", "".join, ordered=True, empty="an empty string"),
     Operation("character_counts", ("characters",), "value", "result", ("return how often each character occurs", "count how often each character occurs",
               "return a dictionary from each character to its count", "count each character in a dictionary"),
               "{{character: {v}.count(character) for character in {v}}}", "frequency", lambda v: dict(Counter(v)), empty="an empty dictionary"),

@@ -20,25 +20,31 @@ SECONDS = 1.0  # per function; an honest one needs milliseconds
 BATCH = 400
 
 _NODES = (
-    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For, ast.While, ast.If,
-    ast.Expr, ast.Pass, ast.Break, ast.Continue, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Lambda, ast.IfExp, ast.Dict, ast.Set, ast.ListComp,
-    ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.comprehension, ast.Compare, ast.Call, ast.keyword, ast.Constant, ast.Attribute, ast.Subscript,
-    ast.Starred, ast.Name, ast.List, ast.Tuple, ast.Slice, ast.JoinedStr, ast.FormattedValue, ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop,
+    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.AugAssign, ast.AnnAssign,
+    ast.For, ast.While, ast.If, ast.Expr, ast.Pass, ast.Break, ast.Continue, ast.BoolOp, ast.BinOp,
+    ast.UnaryOp, ast.Lambda, ast.IfExp, ast.Dict, ast.Set, ast.ListComp, ast.SetComp, ast.DictComp,
+    ast.GeneratorExp, ast.comprehension, ast.Compare, ast.Call, ast.keyword, ast.Constant, ast.Attribute,
+    ast.Subscript, ast.Starred, ast.Name, ast.List, ast.Tuple, ast.Slice, ast.JoinedStr, ast.FormattedValue,
+    ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop,
 )  # fmt: skip
-_METHODS = frozenset(
-    "append extend insert pop remove sort reverse count index copy items keys values get update setdefault add join split strip lstrip rstrip upper "
-    "lower capitalize title swapcase startswith endswith isalpha isdigit isupper islower isspace isalnum replace find fromkeys".split()
-)
-_BUILTINS = ("abs all any bool dict enumerate filter float int iter len list map max min next pow range reversed round set sorted str sum tuple zip").split()
+_METHODS = frozenset((
+    "append", "extend", "insert", "pop", "remove", "sort", "reverse", "count", "index", "copy", "items",
+    "keys", "values", "get", "update", "setdefault", "add", "join", "split", "strip", "lstrip", "rstrip",
+    "upper", "lower", "capitalize", "title", "swapcase", "startswith", "endswith", "isalpha", "isdigit",
+    "isupper", "islower", "isspace", "isalnum", "replace", "find", "fromkeys",
+))  # fmt: skip
+_BUILTINS = (
+    "abs", "all", "any", "bool", "dict", "enumerate", "filter", "float", "int", "iter", "len", "list", "map",
+    "max", "min", "next", "pow", "range", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "zip",
+)  # fmt: skip
 
 _WORKER = r"""
-import json, resource, signal, sys
+import json, resource, signal, sys, time
 job = json.load(sys.stdin)
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
 resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 seconds = job["seconds"]
-resource.setrlimit(resource.RLIMIT_CPU, (int(seconds * len(job["programs"])) + 2,) * 2)
 source = __builtins__
 allowed = {name: getattr(source, name) for name in job["builtins"]}
 
@@ -61,7 +67,9 @@ def plain(value, depth=0):
 
 signal.signal(signal.SIGALRM, late)
 for program in job["programs"]:
-    outputs, problem = [], ""
+    outputs, problem, line = [], "", ""
+    # One long operation in C ignores the alarm; the limit on processor time does not.
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 2, resource.RLIM_INFINITY))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         scope = {"__builtins__": dict(allowed)}
@@ -69,13 +77,16 @@ for program in job["programs"]:
         function = scope[program["name"]]
         for arguments in program["inputs"]:
             outputs.append(plain(function(*json.loads(json.dumps(arguments)))))
+        line = json.dumps({"outputs": outputs, "problem": ""})
+        if len(line) > 1000000:
+            problem = "it returns too much"
     except Late:
         problem = "it takes too long"
     except BaseException as error:
         problem = type(error).__name__ + ": " + str(error)[:120].replace("\n", " ")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    print(json.dumps({"outputs": outputs, "problem": problem}), flush=True)
+    print(json.dumps({"outputs": [], "problem": problem}) if problem else line, flush=True)
 """
 
 
@@ -92,7 +103,9 @@ def refuse(code: str) -> str:
             return f"{type(node).__name__} is not allowed"
         if isinstance(node, ast.Attribute) and node.attr not in _METHODS:
             return f"the attribute {node.attr} is not allowed"
-        names = (node.id,) if isinstance(node, ast.Name) else (node.name,) if isinstance(node, ast.FunctionDef) else ()
+        names: tuple[str, ...] = (
+            (node.id,) if isinstance(node, ast.Name) else (node.name,) if isinstance(node, ast.FunctionDef) else ()
+        )
         if any(name.startswith("_") and name != "_" for name in names):
             return f"the name {names[0]} is not allowed"
         if isinstance(node, ast.FunctionDef) and node.decorator_list:
@@ -105,7 +118,9 @@ def first_function(code: str) -> str:
     return next(node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef))
 
 
-def run_programs(programs: Sequence[tuple[str, list[list[Any]]]], seconds: float = SECONDS) -> list[tuple[list[Any], str]]:
+def run_programs(
+    programs: Sequence[tuple[str, list[list[Any]]]], seconds: float = SECONDS
+) -> list[tuple[list[Any], str]]:
     """Outputs on every input, and a problem or "", for (code, inputs) pairs that `refuse` accepts.
 
     One child runs them all. When it dies, the programs it did not reach are run again, the first of
@@ -125,7 +140,9 @@ def run_programs(programs: Sequence[tuple[str, list[list[Any]]]], seconds: float
     return done
 
 
-def _run_child(programs: Sequence[tuple[str, list[list[Any]]]], seconds: float) -> tuple[list[tuple[list[Any], str]], bool]:
+def _run_child(
+    programs: Sequence[tuple[str, list[list[Any]]]], seconds: float
+) -> tuple[list[tuple[list[Any], str]], bool]:
     """One child process; the answers it got to, and whether it reached the end."""
     job = {
         "seconds": seconds,

@@ -2,6 +2,7 @@
 
 Knows: types, parameter names and argument ranges. Must not know: operations, framing, splits.
 """
+# ruff: noqa: E501 - a row of a table is one line
 
 from __future__ import annotations
 
@@ -9,11 +10,33 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-NAMES = ("Ada", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Hugo", "Ivy", "Jack", "Kate", "Leo", "Mia", "Noah", "Olga", "Paul")
+NAMES = (
+    "Ada",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Finn",
+    "Grace",
+    "Hugo",
+    "Ivy",
+    "Jack",
+    "Kate",
+    "Leo",
+    "Mia",
+    "Noah",
+    "Olga",
+    "Paul",
+)
 WORDS = ("apple", "Banana", "cat", "level", "noon", "river", "Stone", "tea", "yellow", "dog", "civic", "moon", "green", "sky", "an",
          "elephant", "sun", "garden", "Queen", "ox", "kite", "jam", "vivid", "umbrella", "zoo", "window", "rotor", "hat", "deed", "paper")  # fmt: skip
 LETTERS = "abcdefghiklmnoprstw"
-NOUNS = {"numbers": ("number", "numbers"), "words": ("word", "words"), "characters": ("character", "characters"), "pairs": ("entry", "entries")}
+NOUNS = {
+    "numbers": ("number", "numbers"),
+    "words": ("word", "words"),
+    "characters": ("character", "characters"),
+    "pairs": ("entry", "entries"),
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +95,15 @@ SOURCE_BY_NAME = {source.name: source for source in SOURCES}
 
 def argument_choices(kind: str, source: Source) -> list[tuple[Any, ...]]:
     """Every argument tuple an operation of this argument kind can take on this source."""
-    ranges = {"threshold": (2, 20), "divisor": (3, 9), "digit": (0, 9), "factor": (4, 10), "amount": (1, 10), "few": (2, 5), "size": (2, 7)}
+    ranges = {
+        "threshold": (2, 20),
+        "divisor": (3, 9),
+        "digit": (0, 9),
+        "factor": (4, 10),
+        "amount": (1, 10),
+        "few": (2, 5),
+        "size": (2, 7),
+    }
     if kind in ranges:
         low, high = ranges[kind]
         return [(value,) for value in range(low, high + 1)]

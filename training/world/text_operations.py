@@ -2,6 +2,7 @@
 
 Knows: the same columns as `operations.py`, for the other types. Must not know: framing, drawing, splits.
 """
+# ruff: noqa: E501 - a row of a table is one line
 
 from __future__ import annotations
 
@@ -95,9 +96,9 @@ WORD_STEPS = (
           "copy each word {0} times"), "word * {0}", "repeated", lambda w, a: w * a, "few"),
     _each("initials", "letter", ("take the first letter of each word", "take the first letters", "take the initial of each word",
           "get the first letter of every word", "pick the first letter of each word"),
-          "word[:1]", "initial", lambda w: w[:1], noun="the first letters of"),
+          "word[:1]", "initials_of", lambda w: w[:1], noun="the first letters of"),
     _each("finals", "letter", ("take the last letter of each word", "take the last letters", "get the last letter of every word",
-          "pick the last letter of each word"), "word[-1:]", "final", lambda w: w[-1:], noun="the last letters of"),
+          "pick the last letter of each word"), "word[-1:]", "finals_of", lambda w: w[-1:], noun="the last letters of"),
     _each("suffix", "affix", ('add "{0}" to the end of each word', 'add "{0}" after each word', 'append "{0}" to each word',
           'put "{0}" at the end of every word'), 'word + "{0}"', "suffixed", lambda w, a: w + a, "mark"),
     _each("prefix", "affix", ('add "{0}" to the start of each word', 'add "{0}" before each word', 'put "{0}" in front of each word',
@@ -145,14 +146,20 @@ CHARACTER_STEPS = (
           "character * {0}", "repeated", lambda c, a: c * a, "few", gives="characters", kind="character"),
     Operation("digit_values", ("characters",), "numbers", "letters", ("read the digits as numbers", "turn the digits into numbers",
               "take the digits as numbers", "convert the digits to numbers"),
-              "[int(character) for character in {v} if character.isdigit()]", "digit", lambda v: [int(c) for c in v if c.isdigit()]),
+              "[int(character) for character in {v} if character.isdigit()]", "digits_of", lambda v: [int(c) for c in v if c.isdigit()]),
     Operation("sort_characters", ("characters",), "characters", "order", ("sort the characters", "sort them", "put the characters in order",
               "sort all the characters", "order the characters"), "sorted({v})", "sorted", sorted),
 )  # fmt: skip
 
 
 def _pairs(
-    name: str, group: str, phrasings: tuple[str, ...], body: str, part: str, apply: Callable[..., Any], arguments: str = ""
+    name: str,
+    group: str,
+    phrasings: tuple[str, ...],
+    body: str,
+    part: str,
+    apply: Callable[..., Any],
+    arguments: str = "",
 ) -> Operation:
     """A step from a dictionary to a dictionary; `body` is the comprehension without its braces."""
     return Operation(name, ("pairs",), "pairs", group, phrasings, "{{" + body + "}}", part, apply, arguments)
@@ -184,9 +191,9 @@ PAIR_STEPS = (
     _pairs("upper_names", "case", ("convert each name to upper case", "uppercase the names", "make each name upper case", "uppercase every name"),
            "name.upper(): value for name, value in {v}.items()", "uppercase", lambda d: {k.upper(): v for k, v in d.items()}),
     Operation("take_values", ("pairs",), "numbers", "take", ("take the values", "get the values", "collect the values", "take only the values"),
-              "list({v}.values())", "value", lambda d: list(d.values())),
+              "list({v}.values())", "values_of", lambda d: list(d.values())),
     Operation("take_names", ("pairs",), "words", "take", ("take the names", "get the names", "collect the names", "take only the names"),
-              "list({v}.keys())", "name", lambda d: list(d)),
+              "list({v}.keys())", "names_of", lambda d: list(d)),
 )  # fmt: skip
 
 RECORD_STEPS = (
@@ -210,8 +217,8 @@ RECORD_STEPS = (
               'sorted({v}, key=lambda {item}: {item}["{0}"], reverse=True)', "descending",
               lambda v, f: sorted(v, key=lambda r: r[f], reverse=True), "field", after="sorted by {0} in descending order"),
     Operation("take_field", ("records",), "numbers", "take", ("take the {0} of each {item}", "get the {0} of each {item}", "collect the {0} of every {item}",
-              "pick the {0} of each {item}"), '[{item}["{0}"] for {item} in {v}]', "{0}", lambda v, f: [r[f] for r in v], "field"),
+              "pick the {0} of each {item}"), '[{item}["{0}"] for {item} in {v}]', "{0}_of", lambda v, f: [r[f] for r in v], "field"),
     Operation("take_label", ("records",), "words", "take", ("take the {label} of each {item}", "get the {label} of each {item}",
               "collect the {label} of every {item}", "pick the {label} of each {item}"),
-              '[{item}["{label}"] for {item} in {v}]', "label", lambda v: [next(iter(r.values())) for r in v], noun="the {label}s of"),
+              '[{item}["{label}"] for {item} in {v}]', "{label}s_of", lambda v: [next(iter(r.values())) for r in v], noun="the {label}s of"),
 )  # fmt: skip

@@ -240,7 +240,7 @@ def logit_margin(target: LoadedTargetModel, prefix: list[int], a: int | None, b:
         return None
     hidden, _ = target.forward_hidden(mx.array([prefix]), None, ())
     logits_V = target.head(hidden[:, -1:])[0, 0].astype(mx.float32)
-    return (logits_V.max() - mx.minimum(logits_V[a], logits_V[b])).item()
+    return float((logits_V.max() - mx.minimum(logits_V[a], logits_V[b])).item())  # type: ignore[arg-type]
 
 
 # --- statistics ---------------------------------------------------------------------------------------

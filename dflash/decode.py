@@ -65,7 +65,8 @@ def prefill(
         hidden, features = target.forward_hidden(chunk, state.target_cache, drafter.target_layer_ids)
         drafter.extend_context(features, state.draft_cache, chunk)
         last = hidden[:, -1:]
-        mx.eval(last, [c.state for c in state.target_cache])
+        # The drafter's cache too, if it says what it holds: its lazy graph would keep every chunk's features.
+        mx.eval(last, [c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
         mx.clear_cache()
     state.tokens += _ids(choose(target.head(last)[0], sampler))
     return state

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import wired_limit
 from mlx_lm.sample_utils import make_sampler
 
 from .adapters import TargetAdapter
@@ -217,17 +218,18 @@ class DFlashSpeculativeDecoder:
     def _decode(self, prompt: list[int], max_tokens: int, sampler: Sampler, stops: frozenset[int]) -> Iterator["_Step"]:
         if max_tokens == 0:
             return
-        state = prefill(self.loaded_target, self.draft_model, prompt, sampler)
-        blocks = decode(self.loaded_target, self.draft_model, state, max_tokens, self.block_size, sampler)
-        generated = 0
-        for block in chain([_first_block(state)], blocks):
-            tokens = _through_stop(block.tokens, stops)
-            generated += len(tokens)
-            stopped = tokens[-1] in stops
-            finish = "stop" if stopped else "length" if generated == max_tokens else None
-            yield _Step(tokens, block, finish)
-            if finish is not None:
-                return
+        with wired_limit(self.target_model):  # on Metal, keeps the weights resident; elsewhere nothing
+            state = prefill(self.loaded_target, self.draft_model, prompt, sampler)
+            blocks = decode(self.loaded_target, self.draft_model, state, max_tokens, self.block_size, sampler)
+            generated = 0
+            for block in chain([_first_block(state)], blocks):
+                tokens = _through_stop(block.tokens, stops)
+                generated += len(tokens)
+                stopped = tokens[-1] in stops
+                finish = "stop" if stopped else "length" if generated == max_tokens else None
+                yield _Step(tokens, block, finish)
+                if finish is not None:
+                    return
 
     def _respond(self, prompt: list[int], steps: Iterator["_Step"], text: TextStream) -> Iterator[DFlashResponse]:
         """Add text and timing to decoded steps, and end at a stop string."""

@@ -32,11 +32,11 @@ def machine_report() -> dict[str, str]:
     return report
 
 
-def target_report(target: LoadedTargetModel) -> dict[str, str]:
-    """What ``target`` is and would use; a cache without an exact rewind is reported, not raised."""
+def target_report(target: LoadedTargetModel, name: str) -> dict[str, str]:
+    """What ``target``, loaded from ``name``, is and would use; a cache without an exact rewind is reported, not raised."""
     caches = make_prompt_cache(target.model)
     return {
-        "target": target.name,
+        "target": name,
         "adapter": type(target.adapter).__name__,
         "layers": str(target.num_layers),
         "hidden size": str(target.hidden_size),
@@ -68,8 +68,8 @@ def matmul_gflops(size: int = _MATMUL_SIZE) -> float:
 
 def _weight_dtypes(target: LoadedTargetModel) -> str:
     """Floating-point dtypes of the loaded weights, the most frequent first."""
-    weights = (w for _, w in tree_flatten(target.model.parameters()))
-    counts = Counter(str(w.dtype).removeprefix("mlx.core.") for w in weights if mx.issubdtype(w.dtype, mx.floating))
+    dtypes = [w.dtype for w in dict(tree_flatten(target.model.parameters())).values()]
+    counts = Counter(str(d).removeprefix("mlx.core.") for d in dtypes if mx.issubdtype(d, mx.floating))
     return ", ".join(name for name, _ in counts.most_common())
 
 

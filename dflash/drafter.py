@@ -8,7 +8,7 @@ E hidden size, F feature size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -107,6 +107,11 @@ class ContextCache:
     def offset(self) -> int:
         """Context tokens held."""
         return self.layers[0].offset
+
+    @property
+    def state(self) -> list[Any]:
+        """The arrays held, for ``mx.eval``."""
+        return [layer.state for layer in self.layers]
 
 
 class DFlashDraftModel(nn.Module):

@@ -78,15 +78,14 @@ class _Replay:
         """Seconds of taking in a block's committed tokens and proposing the next block."""
         cache = self.drafter.make_cache()
         self.drafter.extend_context(self.features[:, : self.start], cache, self.tokens[:, : self.start])
+        self._propose(self.start, cache)  # computes the prompt's share of the cache
         times = []
         for i in range(self.start, self.end, self.stride):
             begin, anchor = time.perf_counter(), i + self.stride
             self.drafter.extend_context(self.features[:, i:anchor], cache, self.tokens[:, i:anchor])
-            if self.width > 1:
-                anchor_11 = self.tokens[:, anchor : anchor + 1]
-                mx.eval(self.drafter.propose(anchor_11, self.width - 1, cache).tokens)
+            self._propose(anchor, cache)
             times.append(time.perf_counter() - begin)
-        return times[1:]  # the first takes in the prompt, too
+        return times
 
     def verify(self) -> list[float]:
         """Seconds of one target pass over a whole block, with the target's choices and features."""
@@ -99,6 +98,10 @@ class _Replay:
             times.append(time.perf_counter() - begin)
             self.target.rewind_kv_caches(cache, i + self.stride)
         return times
+
+    def _propose(self, anchor: int, cache: Any) -> None:
+        if self.width > 1:
+            mx.eval(self.drafter.propose(self.tokens[:, anchor : anchor + 1], self.width - 1, cache).tokens)
 
     def _prompt_cache(self) -> list[Any]:
         cache = self.target.make_cache()

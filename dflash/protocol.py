@@ -40,7 +40,10 @@ class Drafter(Protocol):
         """Check that the target fits and take what is shared with it (embedding, head)."""
 
     def make_cache(self) -> Any:
-        """A new, empty context cache; its ``offset`` counts the context tokens that it holds."""
+        """A new, empty context cache; its ``offset`` counts the context tokens that it holds.
+
+        If it has a ``state`` (arrays), prefill evaluates it chunk by chunk, so that features can be dropped.
+        """
 
     def extend_context(self, features: mx.array, cache: Any, tokens: mx.array) -> None:
         """Append newly committed ``tokens [1, S]`` with their ``features [1, S, F]``, in order."""

@@ -29,23 +29,20 @@ class TextStream:
     def finish(self) -> str:
         """The rest of the text after the last token."""
         self._detokenizer.finalize()
-        text = self._release(self._detokenizer.last_segment)
-        if self.stopped:
-            return text
-        text, self._held = text + self._held, ""
-        return text
+        return self._release(self._detokenizer.last_segment, last=True)
 
-    def _release(self, segment: str) -> str:
+    def _release(self, segment: str, last: bool = False) -> str:
+        """What is certain; the stop string that begins first wins, so the text does not depend on block borders."""
         if self.stopped:
             return ""
         text = self._held + segment
-        starts = [i for i in (text.find(s) for s in self._stop_strings) if i >= 0]
-        if starts:
-            self.stopped, self._held = True, ""
-            return text[: min(starts)]
-        keep = max((_overlap(text, s) for s in self._stop_strings), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        found = min((i for i in (text.find(s) for s in self._stop_strings) if i >= 0), default=None)
+        pending = 0 if last else max((_overlap(text, s) for s in self._stop_strings), default=0)
+        end = len(text) - pending
+        if found is not None and found <= end:  # nothing that begins earlier can still become a stop string
+            self.stopped, end, text = True, found, text[:found]
+        self._held = text[end:]
+        return text[:end]
 
 
 def _overlap(text: str, stop: str) -> int:

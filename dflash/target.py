@@ -17,7 +17,7 @@ from . import rewind
 from .adapters import TargetAdapter, adapter_for_model_type, detect_model_architecture
 from .backend import to_compute_dtype
 from .errors import CheckpointError, GenerationError
-from .files import resolve_checkpoint
+from .files import read_json, resolve_checkpoint
 
 
 class LoadedTargetModel:
@@ -115,6 +115,7 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
     :class:`~dflash.errors.IncompatibleModelsError` for an architecture without an adapter.
     """
     path = resolve_checkpoint(path_or_hub_name)
+    read_json(path / "config.json")  # its errors name the file
     try:
         model, tokenizer, *_ = mlx_lm.load(
             str(path),
@@ -122,7 +123,7 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
             trust_remote_code=trust_remote_code,
         )
     except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise CheckpointError(f"Cannot load the target at {path}: {reason}") from error
     to_compute_dtype(model)
     return LoadedTargetModel(model, tokenizer)

@@ -25,7 +25,8 @@ def beginnings() -> Iterator[str]:
     for name in _MODULES:
         module = importlib.import_module(name)
         for _, function in sorted(inspect.getmembers(module, inspect.isfunction)):
-            if function.__module__ == name and not function.__name__.startswith("_"):
+            from_source = function.__code__.co_filename == module.__file__
+            if from_source and not function.__name__.startswith("_"):
                 lines = inspect.getsource(function).splitlines(keepends=True)
                 if len(lines) > 2 * _LINES:
                     yield "".join(lines[:_LINES])

@@ -25,8 +25,8 @@ def beginnings() -> Iterator[str]:
     for name in _MODULES:
         module = importlib.import_module(name)
         for _, function in sorted(inspect.getmembers(module, inspect.isfunction)):
-            from_source = function.__code__.co_filename == module.__file__
-            if from_source and not function.__name__.startswith("_"):
+            own = getattr(inspect.unwrap(function), "__code__", None)  # a wrapped function may be built in
+            if own is not None and own.co_filename == module.__file__ and not function.__name__.startswith("_"):
                 lines = inspect.getsource(function).splitlines(keepends=True)
                 if len(lines) > 2 * _LINES:
                     yield "".join(lines[:_LINES])

@@ -108,7 +108,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "exaone4": {"rope_scaling": None, "sliding_window_pattern": "LG"},
     "exaone_moe": {"layer_types": SLIDING_4, "is_moe_layer": [False, True, True, True]},
     "falcon_h1": {"mamba_d_ssm": 128},
-    "gear": {"layer_types": [SLIDING, FULL, "conv", "conv"]},
+    "gear": {"layer_types": [SLIDING, FULL, "conv_mixer", "conv_mixer"]},
     "gemma3_text": GEMMA_LAYERS,
     "gemma3n": {
         "num_hidden_layers": 6,
@@ -213,7 +213,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"hybrid_override_pattern": "M*-M", "time_step_limit": [0.0, 100.0]},
     "olmo_hybrid": {"layer_types": RECURRENT_4, "linear_allow_neg_eigval": True},
     "openelm": {"ffn_dim_divisor": 32, "ffn_multipliers": [1.0] * 4, "num_query_heads": [4] * 4, "num_kv_heads": [2] * 4},
-    "phi3small": {"dense_attention_every_n_layers": 2, "ff_intermediate_size": 128, "gegelu_limit": 20.0},
+    "phi3small": {
+        "vocab_size": 100_352,  # its head silences tokens by fixed number"dense_attention_every_n_layers": 2, "ff_intermediate_size": 128, "gegelu_limit": 20.0},
     "plamo": {"n_shared_head": 2},
     "qwen": {"kv_channels": 16, "num_key_value_heads": 4},
     "recurrent_gemma": {

@@ -1,30 +1,50 @@
-"""DFlash for MLX: lossless speculative decoding with block-diffusion drafters."""
+"""DFlash for MLX: lossless speculative decoding with block-diffusion drafters.
 
-from .backend import require_mlx
+Public names load on first use, so that ``dflash --help`` is quick and a machine on which MLX has no backend
+gets one line instead of a traceback.
+"""
 
-require_mlx()  # before anything below imports MLX
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .adapters import TargetAdapter, register_adapter  # noqa: E402
-from .checkpoint import load_drafter, save_drafter  # noqa: E402
-from .config import DFlashConfig  # noqa: E402
-from .decoder import DFlashResponse, DFlashSpeculativeDecoder  # noqa: E402
-from .drafter import DFlashDraftModel  # noqa: E402
-from .errors import DFlashError  # noqa: E402
-from .protocol import Drafter, Proposal  # noqa: E402
-from .target import LoadedTargetModel, load_target  # noqa: E402
+from . import backend  # before anything imports MLX: it loads the fast BLAS
+from .errors import DFlashError as DFlashError
 
-__all__ = [
-    "DFlashConfig",
-    "DFlashDraftModel",
-    "DFlashError",
-    "DFlashResponse",
-    "DFlashSpeculativeDecoder",
-    "Drafter",
-    "LoadedTargetModel",
-    "Proposal",
-    "TargetAdapter",
-    "load_drafter",
-    "load_target",
-    "register_adapter",
-    "save_drafter",
-]
+if TYPE_CHECKING:
+    from .adapters import TargetAdapter as TargetAdapter
+    from .adapters import register_adapter as register_adapter
+    from .checkpoint import load_drafter as load_drafter
+    from .checkpoint import save_drafter as save_drafter
+    from .config import DFlashConfig as DFlashConfig
+    from .decoder import DFlashResponse as DFlashResponse
+    from .decoder import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
+    from .drafter import DFlashDraftModel as DFlashDraftModel
+    from .protocol import Drafter as Drafter
+    from .protocol import Proposal as Proposal
+    from .target import LoadedTargetModel as LoadedTargetModel
+    from .target import load_target as load_target
+
+_MODULE_OF = {
+    "DFlashConfig": "config",
+    "DFlashDraftModel": "drafter",
+    "DFlashResponse": "decoder",
+    "DFlashSpeculativeDecoder": "decoder",
+    "Drafter": "protocol",
+    "LoadedTargetModel": "target",
+    "Proposal": "protocol",
+    "TargetAdapter": "adapters",
+    "load_drafter": "checkpoint",
+    "load_target": "target",
+    "register_adapter": "adapters",
+    "save_drafter": "checkpoint",
+}
+
+__all__ = ["DFlashError", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    backend.require_mlx()
+    value = globals()[name] = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    return value

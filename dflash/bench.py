@@ -127,7 +127,12 @@ def _parse_prompt(line: str, where: str) -> BenchPrompt:
 
 
 def plain_side(target: LoadedTargetModel, max_tokens: int, temperature: float = 0.0) -> Side:
-    """``mlx_lm.stream_generate`` as its users call it."""
+    """``mlx_lm.stream_generate`` as its users call it.
+
+    Raises :class:`~dflash.errors.GenerationError` for fewer than one token: -1 would mean no end to mlx-lm.
+    """
+    if max_tokens < 1:
+        raise GenerationError(f"max_tokens must be at least 1 to compare, got {max_tokens}.")
     sampler = make_sampler(temp=temperature)
 
     def answer(prompt: list[int]) -> Iterator[Step]:
@@ -175,6 +180,7 @@ def compare(
     *,
     greedy: bool = True,
     seed: int = 0,
+    chat: bool = True,
 ) -> Iterator[PromptResult]:
     """Answer every prompt ``runs`` times by both sides in turns, the first to go changing each time.
 
@@ -185,7 +191,7 @@ def compare(
     """
     if runs < 1:
         raise GenerationError(f"runs must be at least 1, got {runs}.")
-    token_lists = [target.build_prompt(p.text) for p in prompts]
+    token_lists = [target.build_prompt(p.text, chat) for p in prompts]
     sides = {PLAIN: plain, DFLASH: dflash}
     for name in sides:
         _run(sides, name, token_lists[0], 1)
@@ -206,7 +212,7 @@ def _run(sides: dict[str, Side], name: str, tokens: list[int], number: int) -> R
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DFlashError(f"{name} failed on prompt {number}: {reason}") from error
     if not run.tokens:
-        raise DFlashError(f"{name} wrote nothing for prompt {number}; max_tokens must be at least 1.")
+        raise DFlashError(f"{name} wrote nothing for prompt {number}.")
     return run
 
 
@@ -238,7 +244,7 @@ def logit_margin(target: LoadedTargetModel, prefix: list[int], a: int | None, b:
     """The top logit after ``prefix`` less that of the less likely of tokens ``a`` and ``b``."""
     if a is None or b is None:
         return None
-    hidden, _ = target.forward_hidden(mx.array([prefix]), None, ())
+    hidden, _ = target.forward_hidden(mx.array([prefix]), target.make_cache(), ())
     logits_V = target.head(hidden[:, -1:])[0, 0].astype(mx.float32)
     return float((logits_V.max() - mx.minimum(logits_V[a], logits_V[b])).item())  # type: ignore[arg-type]
 

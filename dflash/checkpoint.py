@@ -24,7 +24,11 @@ def load_drafter(path_or_hub_name: str | Path) -> DFlashDraftModel:
     weights that are missing, left over or of the wrong shape.
     """
     path = resolve_checkpoint(path_or_hub_name)
-    model = DFlashDraftModel(DFlashConfig.from_dict(read_json(path / "config.json")))
+    config = DFlashConfig.from_dict(read_json(path / "config.json"))
+    try:
+        model = DFlashDraftModel(config)
+    except (KeyError, TypeError, ValueError) as error:  # mlx-lm's rope knows its own options
+        raise CheckpointError(f"{path}: rope_scaling {config.rope_scaling} cannot be used: {error}.") from error
     weights = read_safetensors(path)
     _check_weights(model, weights, path)
     model.load_weights(list(weights.items()))

@@ -59,6 +59,7 @@ DrafterName = Annotated[str | None, typer.Option("--drafter", metavar="PATH|HUB"
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temp = Annotated[float, typer.Option(help="Temperature; 0 is greedy.")]
 BlockSize = Annotated[int, typer.Option(help="Positions per block, the anchor included.")]
+Chat = Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or the prompt as it is.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -98,9 +99,9 @@ def generate(
     temp: Temp = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; 0 is off.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most probable; 0 is off.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed for sampling.")] = None,
     block_size: BlockSize = 16,
-    chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or the prompt as it is.")] = True,
+    chat: Chat = True,
     stop: Annotated[list[str] | None, typer.Option(metavar="STR", help="End before this text; repeatable.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -147,8 +148,9 @@ def bench(
     max_tokens: MaxTokens = 512,
     runs: Annotated[int, typer.Option(help="Runs of each side per prompt.")] = 1,
     temp: Temp = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
     block_size: BlockSize = 16,
+    chat: Chat = True,
     as_json: AsJson = False,
 ) -> None:
     """Compare with plain mlx_lm on the same prompts, in turns.
@@ -171,10 +173,11 @@ def bench(
     from .report import Report
 
     requests = b.read_prompts(prompts or b.HELD_OUT)
+    _score([("def f(): pass", r.check) for r in requests if r.check])  # an unknown check shows now, not at the end
     decoder = _decoder(target, drafter, block_size)
     loaded = decoder.loaded_target
     sides = b.plain_side(loaded, max_tokens, temp), b.dflash_side(decoder, max_tokens, temp)
-    comparing = b.compare(loaded, *sides, requests, runs, greedy=temp == 0, seed=seed)
+    comparing = b.compare(loaded, *sides, requests, runs, greedy=temp == 0, seed=seed, chat=chat)
     results = list(tqdm(comparing, total=len(requests), unit="prompt", disable=None))
 
     tau = b.acceptance_length(run for r in results for run in r.dflash)
@@ -321,7 +324,7 @@ def _middling(results: list["PromptResult"]) -> "PromptResult":
 
 
 def _score(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:
-    """Judge answers to requests of the shipped pair's world."""
+    """Judge answers to requests of the world that the shipped pair knows."""
     from .training.world import check_answers
 
     try:

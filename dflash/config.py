@@ -5,6 +5,7 @@ Knows the field names of the format and their defaults. Must not know weights, t
 
 import difflib
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -65,6 +66,9 @@ class DFlashConfig:
     model_type: str = field(default="qwen3", kw_only=True)
 
     def __post_init__(self) -> None:
+        for name, (expected, holds) in _KINDS.items():
+            if not holds(value := getattr(self, name)):
+                raise CheckpointError(f"{name} must be {expected}, got {value!r}.")
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 (frozen dataclass)
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             _require_positive(name, getattr(self, name))
@@ -131,6 +135,9 @@ class DFlashConfig:
         known one) and for options that change the arithmetic and are not supported.
         """
         flat = dict(config)
+        for name in ("dflash_config", "rope_parameters"):
+            if not isinstance(flat.get(name) or {}, dict):
+                raise CheckpointError(f"config.json: {name} must be an object, got {flat[name]!r}.")
         nested = flat.pop("dflash_config", None) or {}
         rope = flat.pop("rope_parameters", None) or {}
         _refuse_unknown(nested, _DFLASH_FIELDS, "dflash_config")
@@ -175,6 +182,30 @@ _REQUIRED = frozenset({
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "vocab_size", "mask_token_id",
 })  # fmt: skip
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# What a value must be before anything is computed from it; the counts are checked by `_require_positive`.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "mask_token_id": ("a whole number", _is_whole),
+    "head_dim": ("a positive whole number", lambda v: _is_whole(v) and v >= 0),  # 0: hidden_size over heads
+    "target_layer_ids": ("a list of layer numbers", lambda v: isinstance(v, list | tuple) and all(map(_is_whole, v))),
+    "layer_types": ("a list of names", lambda v: isinstance(v, list | tuple) and all(isinstance(x, str) for x in v)),
+    "is_causal": ("true, false or null", lambda v: v is None or isinstance(v, bool)),
+    "rope_scaling": ("an object or null", lambda v: v is None or isinstance(v, dict)),
+    "rope_theta": ("a positive number", lambda v: _is_number(v) and v > 0),
+    "rms_norm_eps": ("a positive number", lambda v: _is_number(v) and v > 0),
+    "input_embedding_scale": ("a number", _is_number),
+    "output_multiplier": ("a number", _is_number),
+    "final_logit_softcapping": ("a positive number or null", lambda v: v is None or (_is_number(v) and v > 0)),
+}
 
 
 def _require_positive(name: str, value: Any) -> None:

@@ -297,7 +297,7 @@ def _through_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
 
 
 def _sampler(temperature: float, top_p: float = 0.0, top_k: int = 0) -> Sampler:
-    if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1:
+    if not (temperature >= 0 and top_k >= 0 and 0 <= top_p <= 1):  # so that NaN fails too
         raise GenerationError(
             f"temperature {temperature} and top_k {top_k} must be at least 0, top_p {top_p} between 0 and 1."
         )

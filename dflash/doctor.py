@@ -33,7 +33,10 @@ def machine_report() -> dict[str, str]:
 
 
 def target_report(target: LoadedTargetModel, name: str) -> dict[str, str]:
-    """What ``target``, loaded from ``name``, is and would use; a cache without an exact rewind is reported, not raised."""
+    """What ``target``, loaded from ``name``, is and would use.
+
+    A cache without an exact rewind is reported, not raised.
+    """
     caches = make_prompt_cache(target.model)
     return {
         "target": name,

@@ -121,11 +121,12 @@ class Report:
             lines.append(f"correct      plain {c['plain']}, DFlash {c['dflash']} of {c['of']}")
         if limit is None:
             return [*lines, "limit        not measured: no answer was long enough for a block"]
+        share = limit["share_reached"]
         return [
             *lines,
             f"limit        {limit['speedup']:.2f} = {limit['acceptance_length']:.2f} x {limit['plain_ms']:.2f} ms / "
             f"({limit['draft_ms']:.2f} ms + {limit['verify_ms']:.2f} ms), tau x plain / (draft + verify)",
-            f"reached      {_number(limit['share_reached'] and 100 * limit['share_reached'], 0)} % of the limit, by the ratio of the totals",
+            f"reached      {_number(share and 100 * share, 0)} % of the limit, by the ratio of the totals",
         ]
 
     def _overall_identity(self, total: dict[str, Any]) -> str:

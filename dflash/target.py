@@ -16,7 +16,7 @@ from .adapters import TargetAdapter, find_adapter
 from .backend import to_compute_dtype
 from .caches import make_caches
 from .errors import CheckpointError, GenerationError
-from .files import resolve_checkpoint
+from .files import read_json, resolve_checkpoint
 from .rewind import TargetCache, rewind
 
 
@@ -129,6 +129,7 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
     :class:`~dflash.errors.IncompatibleModelsError` for an architecture without an adapter.
     """
     path = resolve_checkpoint(path_or_hub_name)
+    read_json(path / "config.json")  # its errors name the file
     try:
         model, tokenizer, *_ = mlx_lm.load(
             str(path),
@@ -136,7 +137,7 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
             trust_remote_code=trust_remote_code,
         )
     except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise CheckpointError(f"Cannot load the target at {path}: {reason}") from error
     to_compute_dtype(model)
     return LoadedTargetModel(model, tokenizer)

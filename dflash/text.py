@@ -22,9 +22,11 @@ class TextStream:
 
     def add(self, tokens: Iterable[int]) -> str:
         """Text that became certain with ``tokens``; nothing once a stop string has been seen."""
-        for token in tokens:
+        segment = ""
+        for token in tokens:  # read after each: mlx-lm's naive detokenizer forgets a half character behind a newline
             self._detokenizer.add_token(token)
-        return self._release(self._detokenizer.last_segment)
+            segment += self._detokenizer.last_segment
+        return self._release(segment)
 
     def finish(self) -> str:
         """The rest of the text after the last token."""

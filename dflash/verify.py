@@ -14,7 +14,9 @@ Sampler = Callable[[mx.array], mx.array]
 
 def choose(logits_LV: mx.array, sampler: Sampler) -> mx.array:
     """The target's own choice at each position, ``[L]``: what plain ``mlx_lm`` decoding would take there."""
-    if sampler is greedy_sampler:  # normalising moves no maximum, and costs a pass over the vocabulary
+    # Normalising costs a pass over the vocabulary and moves no maximum, but in half precision it can round
+    # two logits to a tie, which plain decoding breaks by index.
+    if sampler is greedy_sampler and logits_LV.dtype == mx.float32:
         return mx.argmax(logits_LV, axis=-1)
     return sampler(logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True))
 

@@ -43,7 +43,11 @@ def assert_same_caches(ours: Sequence[Any], theirs: Sequence[Any], where: str = 
 def windows(caches: Sequence[Any]) -> list[int]:
     """Sizes of the windows among ``caches``, in tokens."""
     members = [m for c in caches for m in (c.caches if isinstance(c, CacheList) else [c])]
-    return [getattr(m, "max_size", None) or m.chunk_size for m in members if hasattr(m, "max_size") or hasattr(m, "chunk_size")]
+    return [
+        getattr(m, "max_size", None) or m.chunk_size
+        for m in members
+        if hasattr(m, "max_size") or hasattr(m, "chunk_size")
+    ]
 
 
 def _entries(cache: Any) -> list[tuple[str, mx.array, float | None]]:

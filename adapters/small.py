@@ -132,7 +132,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
     },
     "granitemoehybrid": {"layer_types": MAMBA_4, "position_embedding_type": "rope"},
-    "hunyuan": {"use_mixed_mlp_moe": True, "use_cla": True, "cla_share_factor": 2, "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"}},
+    "hunyuan": {
+        "use_mixed_mlp_moe": True,
+        "use_cla": True,
+        "cla_share_factor": 2,
+        "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"},
+    },
     "jamba": {
         "layers_block_type": MAMBA_4,
         "attn_layer_offset": 1,
@@ -161,6 +166,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"layer_types": SLIDING_4},
     "llama4": {
         "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 1,
         "rope_scaling": None,
         "attention_chunk_size": WINDOW,
         "use_qk_norm": True,
@@ -170,10 +176,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "longcat_flash_ngram": LONGCAT
     | {"attention_method": "MLA", "zero_expert_type": "identity", "ngram_vocab_size_ratio": 2},
     "mamba2": {"time_step_limit": [0.0, 100.0]},
-    "mellum": {"layer_types": SLIDING_4, "rope_parameters": {
-        FULL: {"rope_type": "default", "rope_theta": 10_000.0},
-        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    }},
+    "mellum": {
+        "layer_types": SLIDING_4,
+        "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 10_000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [1, 0, 1, 0],
         "moe_layer_freq": [0, 1, 1, 1],
@@ -212,9 +221,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {"hybrid_override_pattern": "M*-M", "time_step_limit": [0.0, 100.0]},
     "olmo_hybrid": {"layer_types": RECURRENT_4, "linear_allow_neg_eigval": True},
-    "openelm": {"ffn_dim_divisor": 32, "ffn_multipliers": [1.0] * 4, "num_query_heads": [4] * 4, "num_kv_heads": [2] * 4},
+    "openelm": {
+        "ffn_dim_divisor": 32,
+        "ffn_multipliers": [1.0] * 4,
+        "num_query_heads": [4] * 4,
+        "num_kv_heads": [2] * 4,
+    },
     "phi3small": {
-        "vocab_size": 100_352,  # its head silences tokens by fixed number"dense_attention_every_n_layers": 2, "ff_intermediate_size": 128, "gegelu_limit": 20.0},
+        "vocab_size": 100_352,  # its head silences tokens by fixed number
+        "dense_attention_every_n_layers": 2,
+        "ff_intermediate_size": 128,
+        "gegelu_limit": 20.0,
+    },
     "plamo": {"n_shared_head": 2},
     "qwen": {"kv_channels": 16, "num_key_value_heads": 4},
     "recurrent_gemma": {
@@ -224,9 +242,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "lru_width": 64,
     },
-    "rwkv7": dict.fromkeys(
-        ("a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "decay_low_rank_dim"), 16
-    ),
+    "rwkv7": dict.fromkeys(("a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "decay_low_rank_dim"), 16),
     "spark2_5": {
         "layer_types": SLIDING_4,
         "rope_parameters": {FULL: {"rope_theta": 10_000.0}, SLIDING: {"rope_theta": 10_000.0}},
@@ -262,8 +278,11 @@ def architecture_names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(mlx_lm.models.__path__) if m.name not in NOT_MODELS)
 
 
-def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """The architecture ``name``, small, float32, with random weights; ``changes`` go to its (text) config."""
+def build(name: str, seed: int = 0, limit: int = 20_000_000, **changes: Any) -> nn.Module:
+    """The architecture ``name``, small, float32, with random weights; ``changes`` go to its (text) config.
+
+    Raises ``ValueError`` if it would have more than ``limit`` parameters.
+    """
     module = importlib.import_module(f"mlx_lm.models.{name}")
     if name in TEXT_MODELS:
         text_module, _, text_class = TEXT_MODELS[name].rpartition(".")
@@ -274,7 +293,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
         config = small_config(module.ModelArgs, name, changes)
     model = module.Model(module.ModelArgs.from_dict(config))
     parameters = sum(w.size for _, w in tree_flatten(model.parameters()))
-    if parameters > 20_000_000:
+    if parameters > limit:
         raise ValueError(f"{name} is not small: {parameters:,} parameters")
     return randomize(model, seed)
 

@@ -106,16 +106,18 @@ def _restore(cache: Any, before: Any) -> None:
 def _cut(value: Any, batch: int, length: int, kept: int) -> Any:
     """A layer's argument for the first ``kept`` of ``length`` tokens.
 
-    ``[B, L, ...]`` holds one entry a token; ``[..., L, S + L]`` is a mask, queries by keys.
+    ``[..., B, L, ...]`` holds one entry a token; ``[..., L, S + L]`` is a mask, queries by keys.
     """
     if isinstance(value, list | tuple):
         return type(value)(_cut(v, batch, length, kept) for v in value)
-    if not isinstance(value, mx.array) or value.ndim < 2:
+    if not isinstance(value, mx.array):
         return value
-    if value.shape[:2] == (batch, length):
-        return value[:, :kept]
-    if value.shape[-2] == length:
-        return value[..., :kept, : value.shape[-1] - (length - kept)]
+    shape = value.shape
+    axis = next((i + 1 for i in range(value.ndim - 1) if shape[i : i + 2] == (batch, length)), None)
+    if axis is not None and (value.dtype != mx.bool_ or value.ndim == 2):
+        return value[(*[slice(None)] * axis, slice(kept))]
+    if value.ndim >= 2 and shape[-2] == length:
+        return value[..., :kept, : shape[-1] - (length - kept)]
     return value
 
 

@@ -1,0 +1,112 @@
+"""What a rewind costs: its time as a part of the block's own, for each kind of cache.
+
+Knows models of about 50M parameters, large enough that a block's time is arithmetic and not call overhead.
+Must not know how caches are rewound. Run it with ``dflash adapters bench``.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from rich.table import Table
+
+from . import small
+
+BLOCK, PROMPT = 16, 512  # tokens; the prompt wraps the sliding windows
+WIDE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+}
+MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "full attention": ("qwen3", {"num_hidden_layers": 14}, 0.02),
+    "sliding window": (
+        "llama",
+        {"num_hidden_layers": 14, "layer_types": [small.SLIDING] * 13 + [small.FULL], "sliding_window": 256},
+        0.05,
+    ),
+    "gated delta net": (
+        "qwen3_5",
+        {
+            "num_hidden_layers": 12,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": 0,
+        },
+        0.15,
+    ),
+    "Mamba": ("mamba2", {"num_hidden_layers": 24, "num_heads": 16, "head_dim": 64, "state_size": 64}, 0.15),
+}
+"""Architecture, its size, and the largest part of a block's time that a rewind may take."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Median seconds of a block without and with rewinding half of it, and what is allowed."""
+
+    kind: str
+    architecture: str
+    parameters: int
+    block: float
+    with_rewind: float
+    allowed: float
+
+    @property
+    def part(self) -> float:
+        """The rewind's time as a part of the block's."""
+        return self.with_rewind / self.block - 1
+
+
+def measure(blocks: int = 40) -> list[Cost]:
+    """Time ``blocks`` blocks of 16 tokens, in turn with and without a rewind of 8 that is evaluated at once."""
+    from dflash.target import LoadedTargetModel
+
+    costs = []
+    for kind, (name, changes, allowed) in MODELS.items():
+        target = LoadedTargetModel(small.build(name, limit=100_000_000, **WIDE | changes))
+        parameters = sum(w.size for _, w in small.tree_flatten(target.model.parameters()))
+        plain, rewinding = _times(target, blocks)
+        costs.append(Cost(kind, name, parameters, statistics.median(plain), statistics.median(rewinding), allowed))
+    return costs
+
+
+def _times(target: Any, blocks: int) -> tuple[list[float], list[float]]:
+    tokens = mx.random.randint(0, target.vocab_size, (1, PROMPT), key=mx.random.key(0))
+    cache = target.make_cache()
+    target.forward_hidden(tokens, cache, ())
+    mx.eval([c.state for c in cache])
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(2 * blocks + 4):
+        begin = time.perf_counter()
+        logits, _ = target.forward_with_hidden_states(tokens[:, :BLOCK], cache, ())
+        mx.eval(mx.argmax(logits, axis=-1), [c.state for c in cache])
+        if i % 2:
+            target.rewind_kv_caches(cache, cache.offset - BLOCK // 2)
+            mx.eval([c.state for c in cache])
+        if i >= 4:  # the first blocks allocate
+            times[i % 2].append(time.perf_counter() - begin)
+    return times
+
+
+def table(costs: list[Cost]) -> Table:
+    """For a terminal."""
+    shown = Table("cache", "architecture", "parameters", "block", "rewind", "of the block", "allowed")
+    for c in costs:
+        verdict = "green" if c.part <= c.allowed else "red"
+        shown.add_row(
+            c.kind,
+            c.architecture,
+            f"{c.parameters / 1e6:.0f}M",
+            f"{1e3 * c.block:.1f} ms",
+            f"{1e3 * (c.with_rewind - c.block):.2f} ms",
+            f"[{verdict}]{c.part:.1%}[/]",
+            f"{c.allowed:.0%}",
+        )
+    return shown

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from dflash.errors import IncompatibleModelsError
 
 if TYPE_CHECKING:
-    from dflash.rewind import Recorder
+    from dflash.replay import Recorder
 
 
 class TargetAdapter:
@@ -41,6 +41,11 @@ class TargetAdapter:
     def layers(self) -> list[nn.Module]:
         """The decoder layers, in order."""
         return self.backbone.layers
+
+    @property
+    def layers_owner(self) -> nn.Module:
+        """The module that holds the list of layers: the backbone, or a part of it."""
+        return self.backbone
 
     @property
     def embedding(self) -> nn.Module:
@@ -98,7 +103,7 @@ class TargetAdapter:
         """Normalised final hidden states ``[B, L, E]`` and features ``[B, L, F]`` of one pass.
 
         Features are the outputs of the layers ``layer_ids`` (0-based, after their residuals),
-        concatenated in that order. ``recorder`` is shown each layer's call before it happens.
+        concatenated in that order. ``recorder`` makes the calls of layers in place of the backbone.
 
         Raises :class:`~dflash.errors.IncompatibleModelsError` if the backbone does not call a layer
         whose output is asked for, or a layer's output is not one ``[B, L, E]`` array.
@@ -141,7 +146,8 @@ class TargetAdapter:
         names are untouched. Not for two threads on the same model at once.
         """
         outputs: dict[int, Any] = {}
-        owner, name, layers = _list_of_layers(self.backbone, self.layers)
+        owner = self.layers_owner
+        name, layers = _list_of_layers(owner, self.layers)
         wanted = range(len(layers)) if recorder is not None else layer_ids
         chosen = frozenset(wanted)
         taps = [LayerTap(layer, i, outputs, recorder) if i in chosen else layer for i, layer in enumerate(layers)]
@@ -153,24 +159,26 @@ class TargetAdapter:
 
 
 class LayerTap:
-    """Stands for a layer: shows the call to a recorder, makes it, keeps the output; lends its attributes."""
+    """Stands for a layer: calls it, through a recorder if there is one, keeps the output; lends its attributes."""
 
     def __init__(self, layer: nn.Module, index: int, outputs: dict[int, Any], recorder: "Recorder | None"):
         self._layer, self._index, self._outputs, self._recorder = layer, index, outputs, recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._recorder is not None:
-            self._recorder.before(self._layer, args, kwargs)
-        output = self._outputs[self._index] = self._layer(*args, **kwargs)
+        if self._recorder is None:
+            output = self._layer(*args, **kwargs)
+        else:
+            output = self._recorder.call(self._layer, args, kwargs)
+        self._outputs[self._index] = output
         return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
 
-def _list_of_layers(backbone: nn.Module, layers: Sequence[nn.Module]) -> tuple[nn.Module, str, list[nn.Module]]:
-    """The attribute of ``backbone`` (``layers``, ``h``) that holds the decoder layers."""
-    for name, value in backbone.items():
+def _list_of_layers(owner: nn.Module, layers: Sequence[nn.Module]) -> tuple[str, list[nn.Module]]:
+    """The attribute of ``owner`` (``layers``, ``h``) that holds the decoder layers."""
+    for name, value in owner.items():
         if isinstance(value, list) and value and value[0] is layers[0]:
-            return backbone, name, value
-    raise IncompatibleModelsError(f"{type(backbone).__name__} has no list of its decoder layers.")
+            return name, value
+    raise IncompatibleModelsError(f"{type(owner).__name__} has no list of its decoder layers.")

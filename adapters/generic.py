@@ -15,6 +15,8 @@ from dflash.errors import IncompatibleModelsError
 
 from .base import TargetAdapter
 
+Path = tuple[tuple[str, nn.Module], ...]
+
 
 class GenericAdapter(TargetAdapter):
     """Backbone, embedding and head by structure.
@@ -28,15 +30,17 @@ class GenericAdapter(TargetAdapter):
         layers = getattr(model, "layers", None)
         if not layers:
             raise IncompatibleModelsError(f"{name} has no decoder layers under 'layers'.")
-        found = next((f for f in _submodules(model) if _holds(f[2], layers[0])), None)
-        if found is None:
+        path = next((p for p in _paths(model) if _list_with(p[-1][1], layers[0])), None)
+        if path is None:
             raise IncompatibleModelsError(f"No module of {name} owns the list of its decoder layers.")
-        self._owner, self._name, self._backbone = found
-        tables = [m for m in self._backbone.values() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
-        if not tables:
-            raise IncompatibleModelsError(f"{type(self._backbone).__name__} of {name} has no token embedding.")
-        self._embedding = tables[0]
-        self._layers = next(v for v in self._backbone.values() if isinstance(v, list) and v and v[0] is layers[0])
+        self._holder = path[-1][1]
+        self._layers = _list_with(self._holder, layers[0])
+        with_table = [i for i, (_, module) in enumerate(path) if _tables(module)]
+        if not with_table or with_table[-1] == 0:
+            raise IncompatibleModelsError(f"{type(self._holder).__name__} of {name} has no token embedding.")
+        self._name, self._backbone = path[with_table[-1]]
+        self._owner = path[with_table[-1] - 1][1]
+        self._embedding = _tables(self._backbone)[0]
 
     @property
     def language_model(self) -> nn.Module:
@@ -49,6 +53,10 @@ class GenericAdapter(TargetAdapter):
     @property
     def layers(self) -> list[nn.Module]:
         return self._layers
+
+    @property
+    def layers_owner(self) -> nn.Module:
+        return self._holder
 
     @property
     def embedding(self) -> nn.Module:
@@ -85,13 +93,18 @@ class _StandIn:
         return getattr(self._backbone, name)
 
 
-def _submodules(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Each module below ``model`` that is not in a list: its owner, name and itself, outermost first."""
-    for name, value in model.items():
+def _paths(module: nn.Module, path: Path = ()) -> Iterator[Path]:
+    """The way to each module that is not in a list, as names and modules from the outermost on."""
+    path = path or (("", module),)
+    yield path
+    for name, value in module.items():
         if isinstance(value, nn.Module):
-            yield model, name, value
-            yield from _submodules(value)
+            yield from _paths(value, (*path, (name, value)))
 
 
-def _holds(module: nn.Module, layer: nn.Module) -> bool:
-    return any(isinstance(value, list) and value and value[0] is layer for value in module.values())
+def _list_with(module: nn.Module, layer: nn.Module) -> list[nn.Module]:
+    return next((v for v in module.values() if isinstance(v, list) and v and v[0] is layer), [])
+
+
+def _tables(module: nn.Module) -> list[nn.Module]:
+    return [m for m in module.values() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]

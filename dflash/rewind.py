@@ -9,10 +9,8 @@ never saw the rejected tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -25,6 +23,7 @@ from mlx_lm.models.cache import (
 
 from .caches import KeptWindowCache
 from .errors import GenerationError, IncompatibleModelsError
+from .replay import REMEMBERED, Recorder
 
 # --- caches that can drop their newest entries ---------------------------------------------------------
 
@@ -74,85 +73,7 @@ _RULES: dict[type, Callable[[Any, int], None]] = {
     CacheList: _each_member,
 }
 
-# --- caches whose layer runs again: what to remember of each before a block ---------------------------
-
-_FIELDS: dict[type, tuple[str, ...]] = {
-    ArraysCache: ("cache", "left_padding", "lengths"),
-    KVCache: ("offset",),  # what lies behind is overwritten when the layer runs again
-    QuantizedKVCache: ("offset",),
-    ChunkedKVCache: ("offset",),
-    RotatingKVCache: ("keys", "values", "offset", "_idx"),  # an update of several tokens makes new arrays
-    KeptWindowCache: ("keys", "values", "offset", "_idx"),
-}
-
-
-def _remember(cache: Any) -> Any:
-    """References, not copies: MLX arrays are immutable, and only lists are changed in place."""
-    if isinstance(cache, CacheList):
-        return [_remember(member) for member in cache.caches]
-    values = {name: getattr(cache, name) for name in _FIELDS[type(cache)]}
-    return {name: list(v) if isinstance(v, list) else v for name, v in values.items()}
-
-
-def _restore(cache: Any, before: Any) -> None:
-    if isinstance(cache, CacheList):
-        for member, state in zip(cache.caches, before, strict=True):
-            _restore(member, state)
-    else:
-        for name, value in before.items():
-            setattr(cache, name, value)
-
-
-def _cut(value: Any, batch: int, length: int, kept: int) -> Any:
-    """A layer's argument for the first ``kept`` of ``length`` tokens.
-
-    ``[..., B, L, ...]`` holds one entry a token; ``[..., L, S + L]`` is a mask, queries by keys.
-    """
-    if isinstance(value, list | tuple):
-        return type(value)(_cut(v, batch, length, kept) for v in value)
-    if not isinstance(value, mx.array):
-        return value
-    shape = value.shape
-    axis = next((i + 1 for i in range(value.ndim - 1) if shape[i : i + 2] == (batch, length)), None)
-    if axis is not None and (value.dtype != mx.bool_ or value.ndim == 2):
-        return value[(*[slice(None)] * axis, slice(kept))]
-    if value.ndim >= 2 and shape[-2] == length:
-        return value[..., :kept, : shape[-1] - (length - kept)]
-    return value
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """One call of a layer that changed ``cache``, with the cache's state from before."""
-
-    layer: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    cache: Any
-    before: Any
-
-    def replay(self, kept: int) -> None:
-        """Leave the cache as after ``kept`` tokens. Lazy: of the layer, only what the state needs is computed."""
-        _restore(self.cache, self.before)
-        if kept:
-            batch, length = self.args[0].shape[:2]
-            args, kwargs = (_cut(x, batch, length, kept) for x in (self.args, list(self.kwargs.values())))
-            self.layer(*args, **dict(zip(self.kwargs, kwargs, strict=True)))
-
-
-@dataclass
-class Recorder:
-    """Remembers, of one pass of ``length`` tokens, the calls of layers whose cache cannot drop entries."""
-
-    length: int
-    caches: dict[int, Any]
-    calls: dict[int, LayerCall] = field(default_factory=dict)
-
-    def before(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the call of ``layer`` that is about to happen, if one of its arguments is such a cache."""
-        for argument in (*args, *kwargs.values()):
-            if id(argument) in self.caches and id(argument) not in self.calls:
-                self.calls[id(argument)] = LayerCall(layer, args, kwargs, argument, _remember(argument))
+# --- a target's caches ---------------------------------------------------------------------------------
 
 
 class TargetCache(list[Any]):
@@ -220,7 +141,7 @@ def _offset(cache: Any) -> int | None:
 
 
 def _rule(cache: Any) -> str | None:
-    known: Iterable[type] = _FIELDS if _needs_replay(cache) else _RULES
+    known: Iterable[type] = REMEMBERED if _needs_replay(cache) else _RULES
     if not all(type(member) in known for member in _members(cache)):
         return None
     return "replay" if _needs_replay(cache) else _RULES[type(cache)].__name__.lstrip("_")
@@ -244,7 +165,7 @@ def check_rewindable(caches: Sequence[Any]) -> None:
         if rule is None:
             raise IncompatibleModelsError(
                 f"Layer {layer} keeps a {name}, for which no exact rewind is known; "
-                f"supported: {', '.join(sorted({c.__name__ for c in (*_RULES, *_FIELDS)}))}."
+                f"supported: {', '.join(sorted({c.__name__ for c in (*_RULES, *REMEMBERED)}))}."
             )
 
 

@@ -33,7 +33,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
     "gated delta net": (
         "qwen3_5",
         {
-            "num_hidden_layers": 12,
+            "hidden_size": 768,
+            "intermediate_size": 2304,
+            "vocab_size": 4096,
+            "num_hidden_layers": 7,
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
             "linear_key_head_dim": 64,

@@ -30,7 +30,7 @@ class TargetAdapter:
     @property
     def language_model(self) -> nn.Module:
         """The text model: the model itself, or what a multimodal wrapper holds as ``language_model``."""
-        return self.model["language_model"] if "language_model" in self.model else self.model
+        return self.model.get("language_model", self.model)
 
     @property
     def backbone(self) -> nn.Module:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from rich.table import Table
 
 from . import small
+from .compare import named_arrays
 
 BLOCK, PROMPT = 16, 512  # tokens; the prompt wraps the sliding windows
 WIDE = {
@@ -77,7 +77,7 @@ def measure(blocks: int = 40) -> list[Cost]:
     costs = []
     for kind, (name, changes, allowed) in MODELS.items():
         target = LoadedTargetModel(small.build(name, limit=100_000_000, **WIDE | changes))
-        parameters = sum(w.size for _, w in tree_flatten(target.model.parameters()))
+        parameters = sum(w.size for _, w in named_arrays(target.model))
         block, rewind = (min(times) for times in _times(target, blocks))
         costs.append(Cost(kind, name, parameters, block, rewind, allowed))
     return costs

@@ -8,16 +8,15 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from rich.table import Table
 
 from .base import TargetAdapter
-from .compare import Mismatch, assert_close, assert_same_caches, windows
+from .compare import Mismatch, assert_close, assert_same_caches, named_arrays, windows
 
 LENGTH = 24  # tokens of the checks that do not decode
 BLOCK = 16  # most tokens in a verified block
@@ -191,12 +190,12 @@ def _outputs_of_layers(layers: Sequence[nn.Module]) -> Iterator[dict[int, Any]]:
         return call
 
     for cls, original in originals.items():
-        cls.__call__ = spying(original)
+        cls.__call__ = spying(original)  # type: ignore[method-assign]
     try:
         yield outputs
     finally:
         for cls, original in originals.items():
-            cls.__call__ = original
+            cls.__call__ = original  # type: ignore[method-assign]
 
 
 def _logits(target: Any, tokens: mx.array) -> None:
@@ -275,7 +274,7 @@ def _decoding(target: Any, seed: int, cache_options: dict[str, Any]) -> None:
 
     from dflash.decode import decode, prefill
 
-    prompt = _random_tokens(target, LENGTH, seed)[0].tolist()
+    prompt = cast(list[int], _random_tokens(target, LENGTH, seed)[0].tolist())
     text, leads = _plain_greedy(target, prompt, cache_options)
     greedy = make_sampler(temp=0.0)
     for right in (0.0, 0.8, 1.0):
@@ -298,7 +297,7 @@ def _plain_greedy(target: Any, prompt: list[int], cache_options: dict[str, Any])
     inputs = mx.array([prompt])
     for _ in range(DECODED):
         logits = target.model(inputs, cache=cache)[0, -1].astype(mx.float32)
-        second, best = mx.sort(logits)[-2:].tolist()
+        second, best = cast(list[float], mx.sort(logits)[-2:].tolist())
         tokens.append(int(mx.argmax(logits)))
         leads.append(best - second)
         inputs = mx.array([tokens[-1:]])
@@ -311,7 +310,7 @@ def _plain_greedy(target: Any, prompt: list[int], cache_options: dict[str, Any])
 def _objects(model: nn.Module) -> list[tuple[str, int]]:
     """Every module and array of the model by name, in order, with its identity."""
     modules = [(name, id(module)) for name, module in model.named_modules()]
-    return modules + [(name, id(array)) for name, array in tree_flatten(model.parameters())]
+    return modules + [(name, id(array)) for name, array in named_arrays(model)]
 
 
 def _same_objects(before: list[tuple[str, int]], model: nn.Module) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
+
+from .compare import named_arrays
 
 HIDDEN, VOCAB, WINDOW = 64, 96, 12
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -292,13 +294,14 @@ def build(name: str, seed: int = 0, limit: int = 20_000_000, **changes: Any) -> 
     else:
         config = small_config(module.ModelArgs, name, changes)
     model = module.Model(module.ModelArgs.from_dict(config))
-    parameters = sum(w.size for _, w in tree_flatten(model.parameters()))
+    parameters = sum(w.size for _, w in named_arrays(model))
     if parameters > limit:
         raise ValueError(f"{name} is not small: {parameters:,} parameters")
     return randomize(model, seed)
 
 
 def small_config(args_class: type, model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Values for the fields that ``args_class`` has, then the architecture's own, then ``changes``."""
     names = {f.name for f in dataclasses.fields(args_class)}
     small = {name: list(v) if isinstance(v, tuple) else v for name, v in VALUES.items() if name in names}
     return {"model_type": model_type} | small | CHANGES.get(model_type, {}) | changes
@@ -307,7 +310,7 @@ def small_config(args_class: type, model_type: str, changes: dict[str, Any]) -> 
 def randomize(model: nn.Module, seed: int) -> nn.Module:
     """Matrices that keep the size of what passes through, embeddings of size 1, vectors near what they were."""
     weights = []
-    for i, (name, w) in enumerate(tree_flatten(model.parameters())):
+    for i, (name, w) in enumerate(named_arrays(model)):
         if not mx.issubdtype(w.dtype, mx.floating):
             continue
         noise = mx.random.normal(w.shape, key=mx.random.key(1000 * seed + i))

@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+
 from dflash.adapters import (
     adapter_for_model_type,
     detect_model_architecture,
@@ -97,7 +98,9 @@ def test_a_broken_package_is_named(monkeypatch, fresh_entry_points):
 
 
 def test_the_families_of_the_package_have_adapters_of_their_own():
-    named = "qwen2 qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_moe llama mistral mixtral ministral3 mistral3 gemma gemma2 "
+    named = (
+        "qwen2 qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_moe llama mistral mixtral ministral3 mistral3 gemma gemma2 "
+    )
     named += "gemma3 gemma3_text gemma3n gemma4 gpt_oss"
     assert set(named.split()) <= set(registered_adapters())
     with pytest.raises(IncompatibleModelsError, match="No adapter for model_type 'unheard_of'"):

@@ -13,14 +13,15 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import ConcatenateKVCache
+from mlx_lm.sample_utils import make_sampler
+from models import ScriptedDrafter
+
 from dflash import LoadedTargetModel
 from dflash.adapters import registered_adapters, small
 from dflash.adapters.conformance import check
 from dflash.decode import decode, prefill
 from dflash.rewind import TargetCache
-from mlx_lm.models.cache import ConcatenateKVCache
-from mlx_lm.sample_utils import make_sampler
-from models import ScriptedDrafter
 
 TABLE = Path(__file__).parent.parent / "adapters" / "ARCHITECTURES.md"
 HEADER = """# Architectures

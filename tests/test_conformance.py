@@ -3,18 +3,21 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
+from rich.console import Console
+
 from dflash import LoadedTargetModel, rewind
 from dflash.adapters import small
 from dflash.adapters.conformance import check
 from dflash.adapters.gemma import GemmaAdapter
 from dflash.adapters.llama import LlamaAdapter
-from mlx.utils import tree_flatten
-from rich.console import Console
 
 ROUNDS = 8  # of the quick look here; `make architectures` takes more, on every architecture
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "ministral3", "gemma3n", "gpt_oss", "mamba2", "falcon_h1", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "ministral3", "gemma3n", "gpt_oss", "mamba2", "falcon_h1", "recurrent_gemma"]
+)
 def test_families_and_hybrids_pass(name):
     assert check(small.build(name), ROUNDS).failure == ""
 
@@ -33,7 +36,10 @@ def quantised(name: str, bits: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("name", "options"), [("qwen3", {"max_kv_size": 13}), ("qwen3", {"kv_bits": 8, "kv_group_size": 32}), ("llama4", {})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3", {"max_kv_size": 13}), ("qwen3", {"kv_bits": 8, "kv_group_size": 32}), ("llama4", {})],
+)
 def test_bounded_quantised_and_chunked_caches_pass(name, options):
     model = small.build(name, head_dim=32) if options else small.build(name)
     assert check(model, rounds=20, **options).failure == ""

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+
 from dflash.adapters import TargetAdapter, register_adapter
 
 

@@ -113,7 +113,7 @@ def quick_failure(adapter: TargetAdapter) -> str | None:
     from dflash.target import LoadedTargetModel
 
     target = LoadedTargetModel(adapter.model, adapter=adapter)
-    checks = _checks(target, rounds=6, seed=0, cache_options={})[:4]
+    checks = _checks(target, rounds=6, seed=0, cache_options={}, wrap=False)[:4]
     failed = next((c for c in _run(checks, stop=True) if not c.passed), None)
     return None if failed is None else f"{failed.name}: {failed.difference}"
 
@@ -121,13 +121,13 @@ def quick_failure(adapter: TargetAdapter) -> str | None:
 _Step = tuple[str, Callable[[], None]]
 
 
-def _checks(target: Any, rounds: int, seed: int, cache_options: dict[str, Any]) -> list[_Step]:
+def _checks(target: Any, rounds: int, seed: int, cache_options: dict[str, Any], wrap: bool = True) -> list[_Step]:
     tokens = _random_tokens(target, LENGTH, seed)
     return [
         ("every cache can be rewound", lambda: target.make_cache(**cache_options) and None),
         ("features are the layers' outputs", lambda: _features(target, tokens)),
         ("backbone, then head, is the model", lambda: _logits(target, tokens)),
-        ("rewound is never seen", lambda: _rewinds(target, rounds, seed, cache_options)),
+        ("rewound is never seen", lambda: _rewinds(target, rounds, seed, cache_options, wrap)),
         ("prefill in chunks is prefill at once", lambda: _chunks(target, tokens, cache_options)),
         ("decoding is plain greedy decoding", lambda: _decoding(target, seed, cache_options)),
     ]
@@ -216,12 +216,15 @@ def _chunks(target: Any, tokens: mx.array, cache_options: dict[str, Any]) -> Non
 # --- blocks and rewinds ----------------------------------------------------------------------------------
 
 
-def _rewinds(target: Any, rounds: int, seed: int, cache_options: dict[str, Any]) -> None:
-    """Verify blocks of which some tokens are rejected; beside it, a cache is fed the accepted ones only."""
+def _rewinds(target: Any, rounds: int, seed: int, cache_options: dict[str, Any], wrap: bool) -> None:
+    """Verify blocks of which some tokens are rejected; beside it, a cache is fed the accepted ones only.
+
+    With ``wrap``, a prompt first fills windows that the rounds alone would not.
+    """
     chance = random.Random(seed)
     rewound, fed = target.make_cache(**cache_options), target.make_cache(**cache_options)
     window = max(windows(rewound), default=0)
-    if window > 4 * BLOCK:  # a few rounds would not wrap it
+    if wrap and window > 4 * BLOCK:
         prompt = _random_tokens(target, 2 * window + 1, seed)
         for cache in (rewound, fed):
             for start in range(0, prompt.shape[1], window):

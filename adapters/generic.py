@@ -15,7 +15,7 @@ from dflash.errors import IncompatibleModelsError
 
 from .base import TargetAdapter
 
-Path = tuple[tuple[str, nn.Module], ...]
+Way = tuple[tuple[str, nn.Module], ...]
 
 
 class GenericAdapter(TargetAdapter):
@@ -93,7 +93,7 @@ class _StandIn:
         return getattr(self._backbone, name)
 
 
-def _paths(module: nn.Module, path: Path = ()) -> Iterator[Path]:
+def _paths(module: nn.Module, path: Way = ()) -> Iterator[Way]:
     """The way to each module that is not in a list, as names and modules from the outermost on."""
     path = path or (("", module),)
     yield path

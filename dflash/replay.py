@@ -124,11 +124,12 @@ def _standing_in(products: Products) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer that changed ``cache``, with the cache's state from before."""
+    """One call of a layer, for ``shape`` (batch, tokens), that changed ``cache``, with its state from before."""
 
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    shape: tuple[int, int]
     products: Products
     cache: Any
     before: Any
@@ -137,8 +138,7 @@ class LayerCall:
         """Leave the cache as after the block's first ``kept`` tokens."""
         _restore(self.cache, self.before)
         if kept:
-            batch, length = self.args[0].shape[:2]
-            args, kwargs = (_cut(x, batch, length, kept) for x in (self.args, list(self.kwargs.values())))
+            args, kwargs = (_cut(x, *self.shape, kept) for x in (self.args, list(self.kwargs.values())))
             products = [(owner, name, product.rewound(kept)) for owner, name, product in self.products]
             with _standing_in(products):
                 self.layer(*args, **dict(zip(self.kwargs, kwargs, strict=True)))
@@ -157,7 +157,9 @@ class Recorder:
         cache = next((a for a in (*args, *kwargs.values()) if id(a) in self.caches), None)
         if cache is None or id(cache) in self.calls:
             return layer(*args, **kwargs)
-        products = _products(layer, args[0].shape[:2])
-        self.calls[id(cache)] = LayerCall(layer, args, kwargs, products, cache, _remember(cache))
+        hidden_BLE = next(a for a in (*args, *kwargs.values()) if isinstance(a, mx.array))
+        shape = hidden_BLE.shape[0], self.length
+        products = _products(layer, shape)
+        self.calls[id(cache)] = LayerCall(layer, args, kwargs, shape, products, cache, _remember(cache))
         with _standing_in(products):
             return layer(*args, **kwargs)

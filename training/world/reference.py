@@ -14,6 +14,8 @@ from .known import KNOWN_BY_NAME, random_arguments
 from .results import RESULT_BY_NAME
 from .sources import SOURCE_BY_NAME, random_input
 
+_DRAWN_PER_INPUT = 8
+
 
 def reference(check: dict[str, Any]) -> Callable[..., Any]:
     """The function that the request describes."""
@@ -37,8 +39,26 @@ def reference(check: dict[str, Any]) -> Callable[..., Any]:
     return apply
 
 
-def random_inputs(check: dict[str, Any], number: int) -> list[list[Any]]:
-    """Argument lists to try, always the same for the same check; the first ones are empty or smallest."""
+def telling_inputs(check: dict[str, Any], number: int) -> list[list[Any]]:
+    """Argument lists to try, always the same for the same check; the first one is empty or smallest.
+
+    Many filters leave nothing of a random input, and then any code looks right: of more inputs than asked
+    for, those are taken first to which the reference gives an answer not seen before.
+    """
+    expected = reference(check)
+    told: dict[str, list[Any]] = {}
+    rest = []
+    for arguments in _random_inputs(check, _DRAWN_PER_INPUT * number):
+        answer = repr(expected(*arguments))
+        if answer in told:
+            rest.append(arguments)
+        told.setdefault(answer, arguments)
+        if len(told) == number:
+            break
+    return [*told.values(), *rest][:number]
+
+
+def _random_inputs(check: dict[str, Any], number: int) -> list[list[Any]]:
     rng = random.Random(repr(sorted(check.items())))
     if check["kind"] == "known":
         row = KNOWN_BY_NAME[check["name"]]

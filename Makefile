@@ -1,6 +1,7 @@
 # make demo    answer one request, plain and with DFlash, and compare
 # make test    run the tests            make check   lint, formatting, types
 # make pair    rebuild the shipped pair from nothing (hours on two cores; resumable)
+# make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
 # Each target sets up .venv by itself; it is reinstalled only when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -9,13 +10,16 @@ BIN := $(VENV)/bin
 comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 
-.PHONY: demo test check format pair
+.PHONY: demo test architectures check format pair
 
 demo: $(VENV)/installed
 	$(BIN)/dflash demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+architectures: $(VENV)/installed
+	$(BIN)/python -m pytest -m architectures
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,10 +1,11 @@
 """Target adapters, one small file per model family; see :class:`TargetAdapter` for what one answers."""
 
-from . import llama, qwen
+from . import gemma, gpt_oss, llama, mistral, qwen
 from .base import TargetAdapter
 from .registry import (
     adapter_for_model_type,
     detect_model_architecture,
+    find_adapter,
     register_adapter,
     registered_adapters,
 )
@@ -13,7 +14,11 @@ __all__ = [
     "TargetAdapter",
     "adapter_for_model_type",
     "detect_model_architecture",
+    "find_adapter",
+    "gemma",
+    "gpt_oss",
     "llama",
+    "mistral",
     "qwen",
     "register_adapter",
     "registered_adapters",

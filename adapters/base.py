@@ -1,17 +1,24 @@
 """What a target adapter answers: where a model keeps its parts, its prompt form and its stop tokens.
 
 Knows the usual mlx-lm layout (``model.model`` with ``embed_tokens``, ``layers``, ``norm``; a tied head or
-``lm_head``). A family overrides only what differs. Must not know the decode loop or any drafter.
+``lm_head``), also inside the ``language_model`` of a multimodal wrapper. A family overrides only what
+differs. Must not know the decode loop or any drafter.
 
 Shapes: B batch, L length, E hidden size, F feature size, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from dflash.errors import IncompatibleModelsError
+
+if TYPE_CHECKING:
+    from dflash.replay import Recorder
 
 
 class TargetAdapter:
@@ -21,14 +28,37 @@ class TargetAdapter:
         self.model = model
 
     @property
+    def language_model(self) -> nn.Module:
+        """The text model: the model itself, or what a multimodal wrapper holds as ``language_model``."""
+        return self.model.get("language_model", self.model)
+
+    @property
     def backbone(self) -> nn.Module:
-        """The module that maps tokens to normalised final hidden states and owns ``layers``."""
-        return self.model.model
+        """The module that maps tokens to normalised final hidden states and owns the decoder layers."""
+        return self.language_model.model
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return self.backbone.layers
+
+    @property
+    def layers_owner(self) -> nn.Module:
+        """The module that holds the list of layers: the backbone, or a part of it."""
+        return self.backbone
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding table."""
+        return self.backbone.embed_tokens
 
     @property
     def config(self) -> Any:
-        """The text model's config (mlx-lm's ``ModelArgs``)."""
-        return self.model.args
+        """The text model's config: mlx-lm's ``ModelArgs``, or a view of a wrapper's ``text_config``."""
+        model = self.language_model
+        config = getattr(model, "args", None) or getattr(model, "config", None)
+        text = getattr(config, "text_config", None)
+        return SimpleNamespace(**text) if isinstance(text, Mapping) else text or config
 
     @property
     def hidden_size(self) -> int:
@@ -45,61 +75,110 @@ class TargetAdapter:
         """Longest sequence in tokens that the model was made for, if it says so."""
         return getattr(self.config, "max_position_embeddings", None)
 
+    @property
+    def embedding_scale(self) -> float:
+        """What the backbone multiplies :meth:`embed` by before its first layer.
+
+        A drafter that was trained on scaled embeddings carries this number as ``input_embedding_scale``.
+        """
+        return 1.0
+
     def embed(self, tokens_BL: mx.array) -> mx.array:
-        """Token embeddings ``[B, L, E]`` as the drafter shares them."""
-        return self.backbone.embed_tokens(tokens_BL)
+        """Token embeddings ``[B, L, E]`` as the table holds them, which is how the drafter shares them."""
+        return self.embedding(tokens_BL)
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
         """Logits ``[B, L, V]`` from normalised final hidden states."""
-        if "lm_head" in self.model:
-            return self.model.lm_head(hidden_BLE)
-        return self.backbone.embed_tokens.as_linear(hidden_BLE)
+        if "lm_head" in self.language_model:
+            return self.language_model.lm_head(hidden_BLE)
+        return self.embedding.as_linear(hidden_BLE)
 
     def forward(
-        self, tokens_BL: mx.array, cache: list[Any] | None, layer_ids: Sequence[int]
+        self,
+        tokens_BL: mx.array,
+        cache: list[Any] | None,
+        layer_ids: Sequence[int],
+        recorder: "Recorder | None" = None,
     ) -> tuple[mx.array, mx.array]:
         """Normalised final hidden states ``[B, L, E]`` and features ``[B, L, F]`` of one pass.
 
         Features are the outputs of the layers ``layer_ids`` (0-based, after their residuals),
-        concatenated in that order.
+        concatenated in that order. ``recorder`` makes the calls of layers in place of the backbone.
+
+        Raises :class:`~dflash.errors.IncompatibleModelsError` if the backbone does not call a layer
+        whose output is asked for, or a layer's output is not one ``[B, L, E]`` array.
         """
-        with self._tapped(layer_ids) as outputs:
-            hidden_BLE = self.backbone(tokens_BL, cache=cache)
-        features = [outputs[i] for i in layer_ids]
+        with self.tapped(layer_ids, recorder) as outputs:
+            hidden_BLE = self.run_backbone(tokens_BL, cache)
+        missing = [i for i in layer_ids if i not in outputs]
+        if missing:
+            raise IncompatibleModelsError(f"The backbone does not call its layer {missing[0]}, so it has no features.")
+        features = [self.feature(outputs[i]) for i in layer_ids]
         if not features:
             return hidden_BLE, mx.zeros((*hidden_BLE.shape[:2], 0), hidden_BLE.dtype)
         return hidden_BLE, mx.concatenate(features, axis=-1)
 
-    def chat_tokens(self, tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a chat prompt that ends where the answer begins."""
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    def run_backbone(self, tokens_BL: mx.array, cache: list[Any] | None) -> mx.array:
+        """Normalised final hidden states ``[B, L, E]``."""
+        return self.backbone(tokens_BL, cache=cache)
+
+    def feature(self, output: Any) -> mx.array:
+        """The hidden states ``[B, L, E]`` in what a layer returned (the first of several values)."""
+        return output[0] if isinstance(output, tuple) else output
+
+    def chat_tokens(self, tokenizer: Any, messages: list[dict[str, str]], **switches: Any) -> list[int]:
+        """Token ids of a chat prompt that ends where the answer begins.
+
+        ``switches`` go to the chat template (``enable_thinking``, ``reasoning_effort``); templates ignore
+        those that they do not know.
+        """
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **switches)
+
+    def stop_tokens(self, tokenizer: Any) -> frozenset[int]:
+        """Token ids that end an answer, as the tokenizer and the model's generation config give them."""
+        return frozenset(tokenizer.eos_token_ids)
 
     @contextmanager
-    def _tapped(self, layer_ids: Sequence[int]) -> Iterator[dict[int, mx.array]]:
-        """For one forward pass, stand a recording :class:`LayerTap` before each chosen layer.
+    def tapped(self, layer_ids: Sequence[int], recorder: "Recorder | None" = None) -> Iterator[dict[int, Any]]:
+        """For one forward pass, stand a :class:`LayerTap` before each layer; yields outputs by layer id.
 
-        Only the backbone's list of layers is exchanged, and put back whatever happens, so modules and
-        parameter names are untouched. Not for two threads on the same model at once.
+        Only the list of layers is exchanged, and put back whatever happens, so modules and parameter
+        names are untouched. Not for two threads on the same model at once.
         """
-        outputs: dict[int, mx.array] = {}
-        layers = self.backbone.layers
-        chosen = frozenset(layer_ids)
-        self.backbone.layers = [LayerTap(layer, i, outputs) if i in chosen else layer for i, layer in enumerate(layers)]
+        outputs: dict[int, Any] = {}
+        owner = self.layers_owner
+        name, layers = _list_of_layers(owner, self.layers)
+        wanted = range(len(layers)) if recorder is not None else layer_ids
+        chosen = frozenset(wanted)
+        taps = [LayerTap(layer, i, outputs, recorder) if i in chosen else layer for i, layer in enumerate(layers)]
+        setattr(owner, name, taps)
         try:
             yield outputs
         finally:
-            self.backbone.layers = layers
+            setattr(owner, name, layers)
 
 
 class LayerTap:
-    """Stands for a layer: calls it, keeps what it returned, and lends its attributes."""
+    """Stands for a layer: calls it, through a recorder if there is one, keeps the output; lends its attributes."""
 
-    def __init__(self, layer: nn.Module, index: int, outputs: dict[int, mx.array]):
-        self._layer, self._index, self._outputs = layer, index, outputs
+    def __init__(self, layer: nn.Module, index: int, outputs: dict[int, Any], recorder: "Recorder | None"):
+        self._layer, self._index, self._outputs, self._recorder = layer, index, outputs, recorder
 
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        output = self._outputs[self._index] = self._layer(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder is None:
+            output = self._layer(*args, **kwargs)
+        else:
+            output = self._recorder.call(self._layer, args, kwargs)
+        self._outputs[self._index] = output
         return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
+
+
+def _list_of_layers(owner: nn.Module, layers: Sequence[nn.Module]) -> tuple[str, list[nn.Module]]:
+    """The attribute of ``owner`` (``layers``, ``h``) that holds the decoder layers."""
+    for name, value in owner.items():
+        if isinstance(value, list) and value and value[0] is layers[0]:
+            return name, value
+    raise IncompatibleModelsError(f"{type(owner).__name__} has no list of its decoder layers.")

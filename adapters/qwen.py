@@ -1,9 +1,12 @@
-"""Qwen3 targets. Nothing differs from the usual layout."""
+"""Qwen targets: dense, mixtures of experts, and the hybrids with gated delta nets."""
 
 from .base import TargetAdapter
 from .registry import register_adapter
 
 
-@register_adapter("qwen3")
+@register_adapter("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 class QwenAdapter(TargetAdapter):
-    """Qwen3 (dense). Its chat template's switch for thinking is left to the template's default."""
+    """Qwen2 to Qwen3.5; the latter sit inside a multimodal wrapper.
+
+    ``enable_thinking`` is the switch of their chat templates; without it the template's default holds.
+    """

@@ -3,8 +3,9 @@
 Knows token ids and caches. Must not know text, chat templates, any architecture, or how drafts are made.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -51,14 +52,19 @@ class DecodeState:
 
 
 def prefill(
-    target: LoadedTargetModel, drafter: Drafter, prompt: list[int], sampler: Sampler, step_size: int = PREFILL_STEP_SIZE
+    target: LoadedTargetModel,
+    drafter: Drafter,
+    prompt: list[int],
+    sampler: Sampler,
+    step_size: int = PREFILL_STEP_SIZE,
+    cache_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> DecodeState:
     """Feed the prompt and commit the target's first token.
 
     Each chunk's features go straight into the drafter's cache and are dropped, and the head runs on the
     last position only, so memory grows with neither ``features x prompt`` nor ``vocabulary x prompt``.
     """
-    state = DecodeState(list(prompt), target.make_cache(), drafter.make_cache())
+    state = DecodeState(list(prompt), target.make_cache(**cache_options), drafter.make_cache())
     tokens = mx.array([prompt])
     for start in range(0, len(prompt), step_size):
         chunk = tokens[:, start : start + step_size]

@@ -5,10 +5,11 @@ Knows prompts, stop tokens, stop strings, limits and timing. Must not know how a
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
@@ -162,6 +163,9 @@ class DFlashSpeculativeDecoder:
         top_p: float = 0.0,
         top_k: int = 0,
         chat: bool = True,
+        max_kv_size: int | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
     ) -> Iterator[DFlashResponse]:
         """Generate step by step: one response for the first token, then one a block.
 
@@ -173,6 +177,9 @@ class DFlashSpeculativeDecoder:
             stop_strings: The text ends before the first of these; matched across token boundaries.
             top_p: Nucleus sampling, off at 0.
             top_k: Sample among the ``top_k`` most probable tokens, off at 0.
+            max_kv_size: Keep at most so many tokens in the target's caches, the first four among them.
+            kv_bits: Quantise the keys and values of full attention to so many bits.
+            kv_group_size: Numbers that share one scale of the quantised keys and values.
 
         Raises :class:`~dflash.errors.GenerationError` for an empty prompt, a negative count, or a
         prompt that with ``max_tokens`` is longer than ``max_seq_length`` or the model's own limit.
@@ -184,7 +191,11 @@ class DFlashSpeculativeDecoder:
         if isinstance(prompt, str) and not prompt.strip():
             raise GenerationError("The prompt is empty; expected text.")
         steps = self._steps(
-            tokens, max_tokens, _sampler(temperature, top_p, top_k), self.loaded_target.stop_token_ids()
+            tokens,
+            max_tokens,
+            _sampler(temperature, top_p, top_k),
+            self.loaded_target.stop_token_ids(),
+            {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size},
         )
         return self._respond(tokens, steps, TextStream(self.tokenizer.detokenizer, stop_strings))
 
@@ -210,16 +221,31 @@ class DFlashSpeculativeDecoder:
                 stream_callback(step.tokens)
         return mx.array([tokens])
 
-    def _steps(self, prompt: list[int], max_tokens: int, sampler: Sampler, stops: frozenset[int]) -> Iterator["_Step"]:
+    def _steps(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampler: Sampler,
+        stops: frozenset[int],
+        cache_options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Iterator["_Step"]:
         """Check the request now, decode lazily: the prompt's own token, then blocks, to a stop or the limit."""
         self._check_request(prompt, max_tokens)
-        return self._decode(prompt, max_tokens, sampler, stops)
+        self.loaded_target.make_cache(**cache_options)  # refuses options that do not fit, before the first token
+        return self._decode(prompt, max_tokens, sampler, stops, cache_options)
 
-    def _decode(self, prompt: list[int], max_tokens: int, sampler: Sampler, stops: frozenset[int]) -> Iterator["_Step"]:
+    def _decode(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampler: Sampler,
+        stops: frozenset[int],
+        cache_options: Mapping[str, Any],
+    ) -> Iterator["_Step"]:
         if max_tokens == 0:
             return
         with wired_limit(self.target_model):  # on Metal, keeps the weights resident; elsewhere nothing
-            state = prefill(self.loaded_target, self.draft_model, prompt, sampler)
+            state = prefill(self.loaded_target, self.draft_model, prompt, sampler, cache_options=cache_options)
             blocks = decode(self.loaded_target, self.draft_model, state, max_tokens, self.block_size, sampler)
             generated = 0
             for block in chain([_first_block(state)], blocks):

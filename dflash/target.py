@@ -10,14 +10,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from . import rewind
-from .adapters import TargetAdapter, adapter_for_model_type, detect_model_architecture
+from .adapters import TargetAdapter, find_adapter
 from .backend import to_compute_dtype
+from .caches import make_caches
 from .errors import CheckpointError, GenerationError
 from .files import read_json, resolve_checkpoint
+from .rewind import TargetCache, rewind
 
 
 class LoadedTargetModel:
@@ -31,7 +31,7 @@ class LoadedTargetModel:
 
     def __init__(self, model: nn.Module, tokenizer: Any = None, adapter: TargetAdapter | None = None):
         self.model = model
-        self.adapter = adapter or adapter_for_model_type(detect_model_architecture(model))(model)
+        self.adapter = adapter or find_adapter(model)
         wrapped = tokenizer is None or isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = tokenizer if wrapped else TokenizerWrapper(tokenizer)
 
@@ -48,7 +48,7 @@ class LoadedTargetModel:
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return len(self.adapter.backbone.layers)
+        return len(self.adapter.layers)
 
     @property
     def max_length(self) -> int | None:
@@ -66,46 +66,60 @@ class LoadedTargetModel:
     def forward_hidden(
         self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int]
     ) -> tuple[mx.array, mx.array]:
-        """Final hidden states ``[B, L, E]`` (normalised, before the head) and features ``[B, L, F]``."""
-        return self.adapter.forward(tokens, cache, layer_ids)
+        """Final hidden states ``[B, L, E]`` (normalised, before the head) and features ``[B, L, F]``.
+
+        For prompts: what a rewind of recurrent layers would need is not kept.
+        """
+        return self._forward(tokens, cache, layer_ids, rewindable=False)
 
     def forward_with_hidden_states(
         self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int]
     ) -> tuple[mx.array, mx.array]:
         """Logits ``[B, L, V]`` and features ``[B, L, len(layer_ids) * hidden_size]`` of ``tokens [B, L]``.
 
-        Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place.
+        Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place, and can
+        be rewound within these tokens until the next pass.
         """
-        hidden, features = self.forward_hidden(tokens, cache, layer_ids)
+        hidden, features = self._forward(tokens, cache, layer_ids, rewindable=True)
         return self.head(hidden), features
 
-    def make_cache(self) -> list[Any]:
-        """New, empty caches, one a layer. Raises if one of them cannot be rewound exactly."""
-        cache = make_prompt_cache(self.model)
-        rewind.check_rewindable(cache)
-        return cache
+    def _forward(
+        self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int], rewindable: bool
+    ) -> tuple[mx.array, mx.array]:
+        recorder = cache.expect(tokens.shape[1], rewindable) if isinstance(cache, TargetCache) else None
+        return self.adapter.forward(tokens, cache, layer_ids, recorder)
+
+    def make_cache(self, **options: Any) -> TargetCache:
+        """New, empty caches, one a layer; ``options`` as in :func:`~dflash.caches.make_caches`.
+
+        Raises :class:`~dflash.errors.IncompatibleModelsError` if one of them cannot be rewound exactly.
+        """
+        return TargetCache(make_caches(self.model, **options))
 
     def rewind_kv_caches(self, cache: list[Any], length: int) -> None:
         """Bring ``cache`` back to its first ``length`` tokens; only tokens of the last update may go.
 
         Raises :class:`~dflash.errors.GenerationError` if the cache holds fewer tokens than ``length``.
         """
-        held = cache[0].offset
+        held = (cache if isinstance(cache, TargetCache) else TargetCache(cache)).offset
         if not 0 <= length <= held:
             raise GenerationError(f"Cannot rewind to {length} tokens: the cache holds {held}.")
-        rewind.rewind(cache, held - length)
+        rewind(cache, held - length)
 
-    def build_prompt(self, text: str, chat: bool = True) -> list[int]:
-        """Token ids of ``text`` as a user's message (or as it stands: ``chat=False`` or no template)."""
+    def build_prompt(self, text: str, chat: bool = True, **switches: Any) -> list[int]:
+        """Token ids of ``text`` as a user's message (or as it stands: ``chat=False`` or no template).
+
+        ``switches`` go to the chat template, such as ``enable_thinking=False`` for Qwen3.
+        """
         if self.tokenizer is None:
             raise GenerationError("This target was loaded without a tokenizer; pass token ids to spec_generate.")
         if not chat or not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(text)
-        return self.adapter.chat_tokens(self.tokenizer, [{"role": "user", "content": text}])
+        return self.adapter.chat_tokens(self.tokenizer, [{"role": "user", "content": text}], **switches)
 
     def stop_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer; empty without a tokenizer."""
-        return frozenset(self.tokenizer.eos_token_ids) if self.tokenizer is not None else frozenset()
+        return self.adapter.stop_tokens(self.tokenizer) if self.tokenizer is not None else frozenset()
 
 
 def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -> LoadedTargetModel:
@@ -127,3 +141,10 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
         raise CheckpointError(f"Cannot load the target at {path}: {reason}") from error
     to_compute_dtype(model)
     return LoadedTargetModel(model, tokenizer)
+
+
+def load_target_model(path_or_model: str | Path | nn.Module, tokenizer: Any = None) -> LoadedTargetModel:
+    """A :class:`LoadedTargetModel` from a folder, a hub name, or a model that mlx-lm has loaded."""
+    if isinstance(path_or_model, nn.Module):
+        return LoadedTargetModel(path_or_model, tokenizer)
+    return load_target(path_or_model)

@@ -1,0 +1,63 @@
+"""Gemma targets: embeddings scaled by the backbone, soft-capped logits, text models inside wrappers.
+
+Shapes: B batch, L length, E hidden size, V vocabulary.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .base import TargetAdapter
+from .registry import register_adapter
+
+
+@register_adapter("gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text")
+class GemmaAdapter(TargetAdapter):
+    """The backbone multiplies embeddings by ``sqrt(hidden_size)``; Gemma 2 and 4 soft-cap their logits."""
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.hidden_size**0.5
+
+    def head(self, hidden_BLE: mx.array) -> mx.array:
+        """Logits ``[B, L, V]`` below the model's cap."""
+        tied = getattr(self.language_model, "tie_word_embeddings", True)
+        project = self.embedding.as_linear if tied else self.language_model.lm_head
+        logits_BLV = project(hidden_BLE)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits_BLV if cap is None else mx.tanh(logits_BLV / cap) * cap
+
+
+@register_adapter("gemma3n")
+class Gemma3nAdapter(GemmaAdapter):
+    """Carries several streams through its layers; the backbone applies the head itself.
+
+    Features are the stream that the model predicts with (``altup_active_idx``).
+    """
+
+    @property
+    def language_model(self) -> nn.Module:
+        return self.model.model.language_model
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.language_model
+
+    def run_backbone(self, tokens_BL: mx.array, cache: list[Any] | None) -> mx.array:
+        """Final hidden states: what the backbone's norm returns on the way to its logits."""
+        norm, seen = self.backbone.norm, []
+
+        def keep(hidden_BLE: mx.array) -> mx.array:
+            seen.append(norm(hidden_BLE))
+            return seen[0]
+
+        self.backbone["norm"] = keep
+        try:
+            self.backbone(tokens_BL, cache=cache)
+        finally:
+            self.backbone["norm"] = norm
+        return seen[0]
+
+    def feature(self, output: mx.array) -> mx.array:
+        return output[self.config.altup_active_idx]

@@ -1,0 +1,110 @@
+"""The adapter of last resort: finds the parts of any mlx-lm model by their usual shape.
+
+Knows that ``model.layers`` are the decoder layers, that one module owns that list (the backbone) and the
+token embedding, and that what the model does with the backbone's output is its head. Must not know any
+one architecture. Whether it found the right parts is for :mod:`dflash.adapters.conformance` to say.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash.errors import IncompatibleModelsError
+
+from .base import TargetAdapter
+
+Way = tuple[tuple[str, nn.Module], ...]
+
+
+class GenericAdapter(TargetAdapter):
+    """Backbone, embedding and head by structure.
+
+    Raises :class:`~dflash.errors.IncompatibleModelsError` in the constructor if one is not found.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        name = type(model).__name__
+        layers = getattr(model, "layers", None)
+        if not layers:
+            raise IncompatibleModelsError(f"{name} has no decoder layers under 'layers'.")
+        path = next((p for p in _paths(model) if _list_with(p[-1][1], layers[0])), None)
+        if path is None:
+            raise IncompatibleModelsError(f"No module of {name} owns the list of its decoder layers.")
+        self._holder = path[-1][1]
+        self._layers = _list_with(self._holder, layers[0])
+        with_table = [i for i, (_, module) in enumerate(path) if _tables(module)]
+        if not with_table or with_table[-1] == 0:
+            raise IncompatibleModelsError(f"{type(self._holder).__name__} of {name} has no token embedding.")
+        self._name, self._backbone = path[with_table[-1]]
+        self._owner = path[with_table[-1] - 1][1]
+        self._embedding = _tables(self._backbone)[0]
+
+    @property
+    def language_model(self) -> nn.Module:
+        return self._owner
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self._backbone
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self._layers
+
+    @property
+    def layers_owner(self) -> nn.Module:
+        return self._holder
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self._embedding
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embed(mx.zeros((1, 1), mx.int32)).shape[-1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._embedding.weight.shape[0]
+
+    def head(self, hidden_BLE: mx.array) -> mx.array:
+        """The model's own call, with the backbone standing aside for ``hidden_BLE``."""
+        backbone = self._backbone
+        self._owner[self._name] = _StandIn(backbone, hidden_BLE)
+        try:
+            return self._owner(mx.zeros(hidden_BLE.shape[:2], mx.int32))
+        finally:
+            self._owner[self._name] = backbone
+
+
+class _StandIn:
+    """Answers a backbone's call with given hidden states, and lends its attributes."""
+
+    def __init__(self, backbone: nn.Module, hidden_BLE: mx.array):
+        self._backbone, self._hidden_BLE = backbone, hidden_BLE
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        return self._hidden_BLE
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backbone, name)
+
+
+def _paths(module: nn.Module, path: Way = ()) -> Iterator[Way]:
+    """The way to each module that is not in a list, as names and modules from the outermost on."""
+    path = path or (("", module),)
+    yield path
+    for name, value in module.items():
+        if isinstance(value, nn.Module):
+            yield from _paths(value, (*path, (name, value)))
+
+
+def _list_with(module: nn.Module, layer: nn.Module) -> list[nn.Module]:
+    return next((v for v in module.values() if isinstance(v, list) and v and v[0] is layer), [])
+
+
+def _tables(module: nn.Module) -> list[nn.Module]:
+    return [m for m in module.values() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]

@@ -1,0 +1,9 @@
+"""GPT-OSS targets: sliding and full attention in turn, with sinks."""
+
+from .base import TargetAdapter
+from .registry import register_adapter
+
+
+@register_adapter("gpt_oss")
+class GptOssAdapter(TargetAdapter):
+    """The switch of its chat template is ``reasoning_effort`` ("low", "medium", "high")."""

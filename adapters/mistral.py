@@ -1,0 +1,9 @@
+"""Mistral targets, dense and mixtures of experts, also as the text part of Mistral 3."""
+
+from .base import TargetAdapter
+from .registry import register_adapter
+
+
+@register_adapter("mistral", "mixtral", "ministral3", "mistral3")
+class MistralAdapter(TargetAdapter):
+    """``mistral`` is loaded by mlx-lm as ``llama``, and named by its own ``model_type``."""

@@ -1,0 +1,165 @@
+"""Run a layer again on the first tokens of a block, from the state before the block.
+
+For caches that cannot forget, such as a recurrent state. Knows how to remember a layer's call and the
+cache's state, by reference. Must not know models, or when to rewind.
+
+Only what the state needs is computed again: MLX is lazy, so the layer's output never is, and the matrix
+products of the block are played back, because a product treats every token by itself.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from .caches import KeptWindowCache
+
+REMEMBERED: dict[type, tuple[str, ...]] = {
+    ArraysCache: ("cache", "left_padding", "lengths"),
+    KVCache: ("offset",),  # what lies behind is overwritten when the layer runs again
+    QuantizedKVCache: ("offset",),
+    ChunkedKVCache: ("offset",),
+    RotatingKVCache: ("keys", "values", "offset", "_idx"),  # an update of several tokens makes new arrays
+    KeptWindowCache: ("keys", "values", "offset", "_idx"),
+}
+
+
+def _remember(cache: Any) -> Any:
+    """References, not copies: MLX arrays are immutable, and only lists are changed in place."""
+    if isinstance(cache, CacheList):
+        return [_remember(member) for member in cache.caches]
+    values = {name: getattr(cache, name) for name in REMEMBERED[type(cache)]}
+    return {name: list(v) if isinstance(v, list) else v for name, v in values.items()}
+
+
+def _restore(cache: Any, before: Any) -> None:
+    if isinstance(cache, CacheList):
+        for member, state in zip(cache.caches, before, strict=True):
+            _restore(member, state)
+    else:
+        for name, value in before.items():
+            setattr(cache, name, value)
+
+
+def _cut(value: Any, batch: int, length: int, kept: int) -> Any:
+    """A layer's argument for the first ``kept`` of ``length`` tokens.
+
+    ``[..., B, L, ...]`` holds one entry a token; ``[..., L, S + L]`` is a mask, queries by keys.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(_cut(v, batch, length, kept) for v in value)
+    if not isinstance(value, mx.array):
+        return value
+    shape = value.shape
+    axis = next((i + 1 for i in range(value.ndim - 1) if shape[i : i + 2] == (batch, length)), None)
+    if axis is not None and (value.dtype != mx.bool_ or value.ndim == 2):
+        return value[(*[slice(None)] * axis, slice(kept))]
+    if value.ndim >= 2 and shape[-2] == length:
+        return value[..., :kept, : shape[-1] - (length - kept)]
+    return value
+
+
+class _Product:
+    """Stands for a linear map: keeps its outputs for a block, or plays their first tokens back."""
+
+    def __init__(self, linear: nn.Module, shape: tuple[int, int]):
+        self._linear, self._shape = linear, shape
+        self._outputs: list[mx.array] = []
+        self._played = self._kept = 0
+
+    def rewound(self, kept: int) -> "_Product":
+        self._played, self._kept = 0, kept
+        return self
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not self._kept:
+            self._outputs.append(self._linear(x))
+            return self._outputs[-1]
+        recorded = self._outputs[self._played] if self._played < len(self._outputs) else None
+        self._played += 1
+        if recorded is None or recorded.shape[:2] != self._shape:
+            return self._linear(x)
+        return recorded[:, : self._kept]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._linear, name)
+
+
+Products = list[tuple[nn.Module, str, _Product]]
+
+
+def _products(layer: nn.Module, shape: tuple[int, int]) -> Products:
+    """A stand-in for every linear map of ``layer``, with the module and the name that it has there."""
+    return [
+        (owner, name, _Product(child, shape))
+        for owner in layer.modules()
+        for name, child in owner.items()
+        if isinstance(child, nn.Linear | nn.QuantizedLinear)
+    ]
+
+
+@contextmanager
+def _standing_in(products: Products) -> Iterator[None]:
+    """For one call, put the stand-ins in the place of the linear maps; put back whatever happens."""
+    originals = [owner[name] for owner, name, _ in products]
+    for owner, name, product in products:
+        owner[name] = product
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(products, originals, strict=True):
+            owner[name] = original
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer, for ``shape`` (batch, tokens), that changed ``cache``, with its state from before."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: tuple[int, int]
+    products: Products
+    cache: Any
+    before: Any
+
+    def replay(self, kept: int) -> None:
+        """Leave the cache as after the block's first ``kept`` tokens."""
+        _restore(self.cache, self.before)
+        if kept:
+            args, kwargs = (_cut(x, *self.shape, kept) for x in (self.args, list(self.kwargs.values())))
+            products = [(owner, name, product.rewound(kept)) for owner, name, product in self.products]
+            with _standing_in(products):
+                self.layer(*args, **dict(zip(self.kwargs, kwargs, strict=True)))
+
+
+@dataclass
+class Recorder:
+    """Makes the calls of layers in one pass of ``length`` tokens, and remembers those that ``caches`` need."""
+
+    length: int
+    caches: dict[int, Any]
+    calls: dict[int, LayerCall] = field(default_factory=dict)
+
+    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``layer`` returns; noted first if one of its arguments is a cache that must be replayed."""
+        cache = next((a for a in (*args, *kwargs.values()) if id(a) in self.caches), None)
+        if cache is None or id(cache) in self.calls:
+            return layer(*args, **kwargs)
+        hidden_BLE = next(a for a in (*args, *kwargs.values()) if isinstance(a, mx.array))
+        shape = hidden_BLE.shape[0], self.length
+        products = _products(layer, shape)
+        self.calls[id(cache)] = LayerCall(layer, args, kwargs, shape, products, cache, _remember(cache))
+        with _standing_in(products):
+            return layer(*args, **kwargs)

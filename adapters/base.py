@@ -175,6 +175,10 @@ class LayerTap:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # some backbones choose a mask by isinstance
+        return type(self._layer)
+
 
 def _list_of_layers(owner: nn.Module, layers: Sequence[nn.Module]) -> tuple[str, list[nn.Module]]:
     """The attribute of ``owner`` (``layers``, ``h``) that holds the decoder layers."""

@@ -33,10 +33,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
     "gated delta net": (
         "qwen3_5",
         {
-            "hidden_size": 768,
-            "intermediate_size": 2304,
-            "vocab_size": 4096,
-            "num_hidden_layers": 7,
+            "hidden_size": 1024,  # width of the smallest published Qwen3.5, with fewer layers
+            "intermediate_size": 3584,
+            "vocab_size": 2048,
+            "num_hidden_layers": 4,
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
             "linear_key_head_dim": 64,

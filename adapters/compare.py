@@ -40,9 +40,9 @@ def assert_close(name: str, ours: mx.array, theirs: mx.array, limit: float | Non
     a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
     difference = mx.where(a == b, 0, mx.abs(a - b))  # equal infinities too
     size = mx.max(mx.where(mx.isinf(b), 0, mx.abs(b)))
-    worst = mx.max(difference) / mx.maximum(size, 1e-6)
-    if not worst.item() <= limit:  # also true of NaN
-        raise Mismatch(f"{name} differs by {worst.item():.1e} of its size (rounding allows {limit:.0e})")
+    worst = cast(float, (mx.max(difference) / mx.maximum(size, 1e-6)).item())
+    if not worst <= limit:  # also true of NaN
+        raise Mismatch(f"{name} differs by {worst:.1e} of its size (rounding allows {limit:.0e})")
 
 
 def assert_same_caches(ours: Sequence[Any], theirs: Sequence[Any], where: str = "") -> None:
@@ -68,15 +68,21 @@ def _entries(cache: Any) -> list[tuple[str, mx.array, float | None]]:
     if isinstance(cache, CacheList):
         return [entry for member in cache.caches for entry in _entries(member)]
     if isinstance(cache, ArraysCache):
-        return [(f"{kind}[{i}]", x, None) for i, x in enumerate(cache.cache) if x is not None]
+        states = cast(list[mx.array | None], cache.cache)
+        return [(f"{kind}[{i}]", x, None) for i, x in enumerate(states) if x is not None]
     if cache.keys is None:
         return []
     both = (("keys", cache.keys), ("values", cache.values))
     if isinstance(cache, QuantizedKVCache):
         level = 2.0 / (2**cache.bits - 1)  # rounding may move a number by one level of its group's range
-        whole = [(n, mx.dequantize(*x, group_size=cache.group_size, bits=cache.bits)) for n, x in both]
+        whole = [(n, _dequantized(cache, x)) for n, x in both]
         return [(f"{kind} {n}", x[..., : cache.offset, :], level) for n, x in whole]
     return [(f"{kind} {n}", _readable(cache, x), None) for n, x in both]
+
+
+def _dequantized(cache: QuantizedKVCache, parts: tuple[mx.array, mx.array, mx.array]) -> mx.array:
+    words, scales, biases = parts
+    return mx.dequantize(words, scales, biases, group_size=cache.group_size, bits=cache.bits)
 
 
 def _readable(cache: Any, x: mx.array) -> mx.array:

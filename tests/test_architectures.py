@@ -44,7 +44,8 @@ def row(name: str) -> str:
     except (Exception, SystemExit) as error:
         return f"| {name} | | | not built: {type(error).__name__}: {' '.join(str(error).split())} |\n"
     report = check(model, ROUNDS)
-    verdict = "pass" if report.passed else "fail: " + report.failure.partition("does not fit: ")[2] or report.failure
+    reason = report.failure.partition("does not fit: ")[2] or report.failure
+    verdict = "pass" if report.passed else f"fail: {reason}"
     return f"| {name} | {report.adapter} | {report.cache_kinds} | {verdict} |\n".replace(
         " Write an adapter with dflash.adapters.register_adapter.", ""
     )

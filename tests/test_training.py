@@ -189,9 +189,7 @@ class Interrupted(Exception):
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
-    settings = FitSettings(
-        steps=7, checkpoint_every=2, optimizer=OptimizerSettings(warmup_steps=2, decay_steps=3)
-    )
+    settings = FitSettings(steps=7, checkpoint_every=2, optimizer=OptimizerSettings(warmup_steps=2, decay_steps=3))
 
     def batch(number, stop_at=None):
         if number == stop_at:

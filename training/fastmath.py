@@ -3,8 +3,8 @@
 Knows numerical analysis only. Must not know models or data.
 
 MLX's CPU `exp` and `sigmoid` cost 13 ns an element and more (one scalar libm call each): together as much
-of a training step as its matrix products. Polynomials in plain multiplications and additions are vectorised by the compiler
-and cost about 2 ns. On other devices MLX's own operations are used.
+of a training step as its matrix products. Polynomials in plain multiplications and additions are vectorised
+by the compiler and cost about 2 ns. On other devices MLX's own operations are used.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -136,9 +136,7 @@ def _swiglu_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> tupl
 
 
 @_swiglu.vjp
-def _swiglu_vjp(
-    primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array
-) -> tuple[mx.array, mx.array]:
+def _swiglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
     return _swiglu_gradients(*primals, cotangent)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .cli_adapters import app as adapters_app
 from .errors import DFlashError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     no_args_is_help=True,
 )
+app.add_typer(adapters_app, name="adapters")
 
 Target = Annotated[
     str | None, typer.Option(metavar="PATH|HUB", help="Folder or hub name of the target. Default: the pair that ships.")

@@ -7,8 +7,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache
-from mlx_lm.models.deepseek_v41 import LayerCache
+from mlx_lm.models.cache import BatchKVCache, KVCache
 from models import TEXT_VOCAB, byte_tokenizer, qwen3_model, random_drafter, save_target, writer
 from typer.testing import CliRunner
 
@@ -259,8 +258,8 @@ def test_doctor_shows_this_machine_and_a_target(pair):
 
 
 def test_doctor_reports_a_cache_that_cannot_be_rewound():
-    shown = doctor.describe_caches([KVCache(), ArraysCache(size=2), KVCache(), LayerCache(8)])
-    assert shown == "2 KVCache (trim), 1 ArraysCache (replay), 1 LayerCache (no exact rewind: cannot be decoded)"
+    shown = doctor.describe_caches([KVCache(), BatchKVCache([0]), KVCache()])
+    assert shown == "2 KVCache (trim), 1 BatchKVCache (no exact rewind: cannot be decoded)"
 
 
 def test_doctor_on_a_missing_target_is_one_line():

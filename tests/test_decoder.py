@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.models.deepseek_v41 import LayerCache
+from mlx_lm.models.cache import BatchKVCache
 from models import (
     TEXT_VOCAB,
     ScriptedDrafter,
@@ -296,10 +296,10 @@ def test_impossible_sizes_are_refused(options):
 
 def test_a_target_whose_cache_cannot_be_rewound_is_refused_before_the_first_token():
     model = qwen3_model(0)
-    model.make_cache = lambda: [LayerCache(8) for _ in model.layers]
+    model.make_cache = lambda: [BatchKVCache([0]) for _ in model.layers]
     with pytest.raises(IncompatibleModelsError) as error:
         DFlashSpeculativeDecoder(model, ScriptedDrafter([], 32))
-    refused(error, "Layer 0", "LayerCache")
+    refused(error, "Layer 0", "BatchKVCache")
 
 
 def test_a_real_drafter_of_another_target_is_refused():

@@ -1,0 +1,289 @@
+"""Training: the block attention, anchors, weights, quick maths, interruption, and recipe files."""
+
+import json
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+
+import dflash  # noqa: F401  (loads a fast BLAS before MLX)
+from dflash import DFlashConfig, DFlashDraftModel
+from dflash.training import fastmath
+from dflash.training.arrays import write_arrays
+from dflash.training.attention import block_attention
+from dflash.training.blocks import block_targets, draw_anchors, position_weights
+from dflash.training.data import Sequences, padded, plan_batches
+from dflash.training.drafter import draft_hidden
+from dflash.training.fit import FitSettings, fit
+from dflash.training.losses import decayed_cross_entropy
+from dflash.training.optimizer import OptimizerSettings, schedule
+from dflash.training.pair import PairSettings
+from dflash.training.settings import SettingsError, from_dict, load_settings
+from dflash.training.target import TargetSettings, answer_loss, answer_places, build_target, hidden_states
+from dflash.training.tokenizer import encode_answer, save_tokenizer, train_tokenizer
+
+N, S, A, B, H, K, D = 2, 13, 3, 4, 4, 2, 8
+
+
+def dense_attention(q, k, v, ck, cv, anchors, window, causal):
+    """One masked attention over `[context, all blocks]` for each sequence, written out."""
+    out = []
+    for n in range(N):
+        rows = slice(n * A, (n + 1) * A)
+        # [heads, A * B, D] of all blocks of this sequence
+        queries = q[rows].transpose(1, 0, 2, 3).reshape(H, A * B, D)
+        keys = mx.concatenate([ck[n], k[rows].transpose(1, 0, 2, 3).reshape(K, A * B, D)], axis=1)
+        values = mx.concatenate([cv[n], v[rows].transpose(1, 0, 2, 3).reshape(K, A * B, D)], axis=1)
+        seen = np.zeros((A * B, S + A * B), dtype=bool)
+        for a in range(A):
+            for i in range(B):
+                anchor = int(anchors[n, a])
+                for s in range(S):
+                    seen[a * B + i, s] = s < anchor and (window is None or s > anchor + i - window)
+                for j in range(B):
+                    seen[a * B + i, S + a * B + j] = j <= i or not causal
+        keys, values = mx.repeat(keys, H // K, axis=0), mx.repeat(values, H // K, axis=0)
+        scores = queries @ keys.swapaxes(-1, -2) * D**-0.5
+        weights = mx.softmax(mx.where(mx.array(seen), scores, -1e9), axis=-1)
+        out.append((weights @ values).reshape(H, A, B, D).transpose(1, 0, 2, 3))
+    return mx.concatenate(out)
+
+
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (None, True), (5, False), (5, True), (1, True)])
+def test_block_attention_equals_dense_masked_attention(window, causal):
+    mx.random.seed(0)
+    q, k, v = (mx.random.normal((N * A, heads, B, D)) for heads in (H, K, K))
+    ck, cv = (mx.random.normal((N, K, S, D)) for _ in range(2))
+    anchors, weight = mx.array([[2, 7, 7], [1, 12, 5]]), mx.random.normal((N * A, H, B, D))
+
+    def run(function):
+        return mx.value_and_grad(lambda *x: (function(*x, anchors, window, causal) * weight).sum(), argnums=range(5))(
+            q, k, v, ck, cv
+        )
+
+    assert mx.abs(block_attention(q, k, v, ck, cv, anchors, window, causal)
+                  - dense_attention(q, k, v, ck, cv, anchors, window, causal)).max() < 1e-5  # fmt: skip
+    for mine, dense in zip(run(block_attention)[1], run(dense_attention)[1], strict=True):
+        assert mx.abs(mine - dense).max() < 1e-5
+
+
+class FakeTarget:
+    """An embedding and a head: all that a drafter borrows."""
+
+    hidden_size, vocab_size, num_layers = 32, 50, 4
+
+    def __init__(self):
+        self.table = mx.random.normal((50, 32))
+
+    def embed(self, tokens):
+        return self.table[tokens]
+
+    def head(self, hidden):
+        return hidden @ self.table.T
+
+
+@pytest.mark.parametrize("layer_types", [(), ("sliding_attention", "full_attention")])
+def test_blocks_trained_together_are_the_blocks_drafted_one_by_one(layer_types):
+    mx.random.seed(1)
+    config = DFlashConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_target_layers=4, vocab_size=50, mask_token_id=49, block_size=5, target_layer_ids=(1, 3),
+        layer_types=layer_types, sliding_window=6 if layer_types else None,
+    )  # fmt: skip
+    model, target = DFlashDraftModel(config), FakeTarget()
+    model.bind(target)  # type: ignore[arg-type]
+    tokens, features = mx.random.randint(0, 49, (2, 20)), mx.random.normal((2, 20, 64))
+    anchors = mx.array([[3, 9, 15], [4, 4, 18]])
+    logits = target.head(draft_hidden(model, features, tokens, anchors)[:, :, 1:])
+    for n in range(2):
+        for a in range(3):
+            anchor, cache = int(anchors[n, a]), model.make_cache()
+            model.extend_context(features[n : n + 1, :anchor], cache, tokens[n : n + 1, :anchor])
+            proposal = model.propose(tokens[n : n + 1, anchor : anchor + 1], 4, cache)
+            assert mx.abs(proposal.logits[0] - logits[n, a]).max() < 1e-3
+
+
+@given(st.integers(1, 30), st.integers(2, 40), st.integers(1, 50), st.integers(0, 99))
+def test_anchors_stay_in_the_response(prompt, response, count, seed):
+    anchors = draw_anchors(np.array([prompt]), np.array([prompt + response]), count, np.random.default_rng(seed))
+    assert anchors.shape == (1, count)
+    assert anchors.min() >= prompt
+    assert anchors.max() + 1 < prompt + response
+    assert len(set(anchors[0].tolist())) == count or count > response - 1
+
+
+def test_a_response_without_an_anchor_is_refused():
+    with pytest.raises(ValueError, match="no anchor"):
+        draw_anchors(np.array([4]), np.array([5]), 1, np.random.default_rng(0))
+
+
+def test_block_targets_are_the_tokens_behind_the_anchor_and_end_with_the_response():
+    tokens = mx.arange(100, 110)[None]
+    targets, inside = block_targets(tokens, mx.array([8]), mx.array([[5, 2]]), 4)
+    assert inside.tolist() == [[[True, True, False], [True, True, True]]]
+    assert targets[0, 0, :2].tolist() == [106, 107]
+    assert targets[0, 1].tolist() == [103, 104, 105]
+
+
+def test_position_weights_decay_from_one():
+    weights = position_weights(16, 7.0)
+    assert weights.shape == (15,)
+    assert weights[0] == 1
+    assert weights[7].item() == pytest.approx(math.exp(-1))
+
+
+def test_predictions_of_weight_zero_do_not_count():
+    logits, targets = mx.random.normal((6, 9)), mx.array([1, 2, 3, 4, 5, 6])
+    weights = mx.array([1.0, 0.5, 0.0, 0.0, 2.0, 1.0])
+    expected = (nn.losses.cross_entropy(logits, targets) * weights).sum() / weights.sum()
+    assert decayed_cross_entropy(logits, targets, weights).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_quick_maths_equals_mlx_in_values_and_gradients():
+    mx.random.seed(2)
+    x, y, t = mx.random.normal((40, 30)) * 6, mx.random.normal((40, 30)), mx.random.randint(0, 30, (40,))
+    cases = [
+        (lambda x: fastmath._softmax(x) * y, lambda x: mx.softmax(x, axis=-1) * y),
+        (lambda x: fastmath._swiglu(x, y), lambda x: nn.silu(x) * y),
+        (lambda x: fastmath._swiglu(y, x), lambda x: nn.silu(y) * x),
+        (lambda x: fastmath._logsumexp(x), lambda x: mx.logsumexp(x, axis=-1)),
+        (lambda x: fastmath.cross_entropy(x, t), lambda x: nn.losses.cross_entropy(x, t)),
+    ]
+    for quick, plain in cases:
+        results = [mx.value_and_grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (quick, plain)]
+        (mine, my_gradient), (theirs, gradient) = results
+        assert mine.item() == pytest.approx(theirs.item(), rel=1e-5)
+        assert mx.abs(my_gradient - gradient).max() < 1e-4 * max(1.0, mx.abs(gradient).max().item())
+
+
+def tiny_target():
+    return TargetSettings(
+        FitSettings(1), 1, hidden_size=16, num_hidden_layers=2, intermediate_size=24, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4,
+    )  # fmt: skip
+
+
+def test_training_forward_equals_mlx_lm():
+    model = build_target(tiny_target(), 40, 3)
+    tokens = mx.random.randint(0, 40, (3, 17))
+    assert mx.abs(hidden_states(model, tokens) - model.model(tokens)).max() < 1e-4
+
+
+def test_answer_loss_is_the_mean_over_answer_tokens():
+    model = build_target(tiny_target(), 40, 3)
+    tokens, prompts, lengths = mx.random.randint(0, 40, (2, 9)), np.array([3, 5]), np.array([9, 7])
+    losses = nn.losses.cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
+    expected = mx.concatenate([losses[0, 2:8], losses[1, 4:6]]).mean()
+    places = mx.array(answer_places(prompts, lengths, 9))
+    assert answer_loss(model, tokens, places).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+class Interrupted(Exception):
+    """Stands for the machine being switched off."""
+
+
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
+    settings = FitSettings(steps=7, checkpoint_every=2, optimizer=OptimizerSettings(warmup_steps=2, decay_steps=3))
+
+    def batch(number, stop_at=None):
+        if number == stop_at:
+            raise Interrupted
+        rng = np.random.default_rng(number)
+        return mx.array(rng.integers(0, 40, (2, 9))), mx.array(answer_places(np.array([3, 5]), np.array([9, 9]), 9))
+
+    def run(folder, *stops):
+        for stop_at in (*stops, None):
+            model = build_target(tiny_target(), 40, 3)
+            try:
+                fit(model, lambda number, stop=stop_at: batch(number, stop), answer_loss, settings, tmp_path / folder)
+            except Interrupted:
+                continue
+        return dict(tree_flatten(model.parameters()))
+
+    straight, broken = run("straight"), run("broken", 6, 11)
+    assert all(mx.array_equal(straight[name], broken[name]) for name in straight)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "state.safetensors"
+    write_arrays(path, {"a": mx.array([1.0])})
+
+    def half(name, *args, **kwargs):
+        Path(name).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(mx, "save_safetensors", half)
+    with pytest.raises(OSError, match="disk full"):
+        write_arrays(path, {"a": mx.array([2.0])})
+    assert mx.load(str(path))["a"].item() == 1.0
+
+
+def test_schedule_warms_up_stays_flat_and_decays_whatever_the_length():
+    settings = OptimizerSettings(warmup_steps=4, decay_steps=5)
+    short, long = ([schedule(i, n, settings) for i in range(n)] for n in (20, 40))
+    assert short[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert max(short) == 1
+    for shares in (short, long):
+        assert shares[-5:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=80), st.integers(0, 5))
+@settings(max_examples=30)
+def test_every_sequence_is_in_one_batch_of_a_pass(lengths, seed):
+    plan = plan_batches(np.array(lengths), 120, seed, pool=16)
+    assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
+    assert all(len(rows) * max(lengths[row] for row in rows) <= 120 for rows in plan)
+
+
+def test_sequences_survive_saving(tmp_path):
+    sequences = Sequences.from_lists([[1, 2], [3]], [[4], [5, 6, 7]])
+    sequences.save(tmp_path / "a.safetensors")
+    both = Sequences.load(tmp_path / "a.safetensors", tmp_path / "a.safetensors")
+    assert padded(both, np.array([2, 3]), both.starts).tolist() == [[1, 2, 4, 0], [3, 5, 6, 7]]
+
+
+TEXTS = ["def f(x):\n    return [x, 12, 345]\n", "How many? Answer: 27", "  naïve — 東京\t!"]
+
+
+@given(st.text(max_size=40))
+@settings(max_examples=50)
+def test_tokenizer_round_trips_any_text(text):
+    tokenizer = train_tokenizer(TEXTS, 300)
+    if "<|" not in text:
+        assert tokenizer.decode(encode_answer(tokenizer, text), skip_special_tokens=True) == text
+
+
+def test_mlx_lm_loads_the_tokenizer(tmp_path):
+    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
+    from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+    save_tokenizer(train_tokenizer(TEXTS, 300), tmp_path, 64)
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "x 1"}], add_generation_prompt=True)
+    assert tokenizer.decode(ids) == "<|user|>x 1<|end|><|assistant|>"
+    assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|end|>")}
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path):
+    with pytest.raises(SettingsError, match=r"fit: unknown key 'stesp'; did you mean 'steps'\?"):
+        from_dict(TargetSettings, {"samples": 1, "fit": {"stesp": 3}}, "here")
+    with pytest.raises(SettingsError, match="here: fit missing"):
+        from_dict(TargetSettings, {"samples": 1}, "here")
+    with pytest.raises(SettingsError, match="samples must be of type int, got 'many'"):
+        from_dict(TargetSettings, {"samples": "many", "fit": {"steps": 1}}, "here")
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    with pytest.raises(SettingsError, match="not valid YAML"):
+        load_settings(TargetSettings, tmp_path / "broken.yaml")
+
+
+def test_the_recipes_in_configs_are_valid():
+    recipe = Path(__file__).parents[1] / "configs" / "pair.yaml"
+    assert load_settings(PairSettings, recipe).drafter.block_size == 16
+    assert json.dumps(str(recipe))

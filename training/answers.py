@@ -1,0 +1,89 @@
+"""Answers that a target writes itself, greedily and many at a time.
+
+Knows mlx-lm's batched generation and token ids. Must not know what the requests are about.
+"""
+
+import logging
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator
+from tqdm import tqdm
+
+from dflash import LoadedTargetModel, load_target
+
+from .cpu import keep_freed_memory, set_blas_threads
+from .data import Sequences
+from .fastmath import on_cpu
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AnswersSettings:
+    """Training requests, unlike those that the target learned from, which it answers for the drafter."""
+
+    samples: int
+    seed: int
+    max_tokens: int = 320
+    shard: int = 1000
+    batch: int = 128
+    processes: int = 2
+
+
+def answer_greedily(
+    model: nn.Module, prompts: list[list[int]], end: int, max_tokens: int, batch: int = 64
+) -> list[list[int]]:
+    """The target's greedy answer to each prompt, with the ``end`` token unless it was cut at ``max_tokens``."""
+    generator = BatchGenerator(
+        model, stop_tokens=[[end]], completion_batch_size=batch, prefill_batch_size=min(batch, 32)
+    )
+    numbers = {uid: i for i, uid in enumerate(generator.insert(prompts, [max_tokens] * len(prompts)))}
+    answers: list[list[int]] = [[] for _ in prompts]
+    while responses := generator.next_generated():
+        for response in responses:
+            answers[numbers[response.uid]].append(int(response.token))
+    generator.close()
+    return answers
+
+
+def write_answers(target: Path, prompts: list[list[int]], settings: AnswersSettings, folder: Path) -> Sequences:
+    """Let the target saved at ``target`` answer ``prompts`` in shards; shards in ``folder`` are not written again.
+
+    On a CPU, processes share the shards. Answers cut at ``max_tokens`` are kept: they are what the target says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(prompts), settings.shard)
+    paths = [folder / f"{start:06d}.safetensors" for start in starts]
+    work = [
+        (prompts[start : start + settings.shard], path)
+        for start, path in zip(starts, paths, strict=True)
+        if not path.exists()
+    ]
+    if work:
+        processes = settings.processes if on_cpu() else 1
+        context = multiprocessing.get_context("spawn")  # a forked MLX hangs
+        with context.Pool(processes, _load, (str(target), settings)) as pool:
+            for _ in tqdm(pool.imap_unordered(_answer_shard, work), total=len(work), disable=None, desc=folder.name):
+                logger.info("%d of %d shards answered.", sum(path.exists() for path in paths), len(paths))
+    return Sequences.load(*paths)
+
+
+_worker: tuple[LoadedTargetModel, AnswersSettings]
+
+
+def _load(target: str, settings: AnswersSettings) -> None:
+    global _worker
+    keep_freed_memory()
+    if settings.processes > 1:
+        set_blas_threads(1)
+    _worker = load_target(target), settings
+
+
+def _answer_shard(work: tuple[list[list[int]], Path]) -> None:
+    (target, settings), (prompts, path) = _worker, work
+    (end,) = target.stop_token_ids()
+    answers = answer_greedily(target.model, prompts, end, settings.max_tokens, settings.batch)
+    Sequences.from_lists(prompts, answers).save(path)

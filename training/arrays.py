@@ -1,0 +1,35 @@
+"""Named arrays: models and optimisers as flat dicts, and safetensors files that are whole or not there.
+
+Knows names and files. Must not know what the arrays mean.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+
+def flat(tree: Any) -> dict[str, mx.array]:
+    """Every array of a nested tree by its dotted name."""
+    return dict(cast("list[tuple[str, mx.array]]", tree_flatten(tree)))
+
+
+def nested(arrays: dict[str, mx.array]) -> Any:
+    """The inverse of :func:`flat`."""
+    return tree_unflatten(list(arrays.items()))
+
+
+def write_arrays(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file under a temporary name, then rename it: whole or not there."""
+    temporary = path.with_name(f".{path.stem}.partial.safetensors")
+    mx.save_safetensors(str(temporary), arrays, metadata=metadata or {})
+    os.replace(temporary, path)
+
+
+def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Arrays and metadata of a safetensors file."""
+    arrays, metadata = cast("tuple[dict[str, mx.array], dict[str, str]]", mx.load(str(path), return_metadata=True))
+    mx.eval(arrays)
+    return arrays, metadata

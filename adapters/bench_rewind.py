@@ -45,7 +45,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
         },
         0.15,
     ),
-    "Mamba": ("mamba2", {"num_hidden_layers": 24, "num_heads": 16, "head_dim": 64, "state_size": 64}, 0.15),
+    "Mamba": (
+        "mamba2",  # width of the published 370M model, with fewer layers
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 7,
+            "num_heads": 32,
+            "head_dim": 64,
+            "state_size": 128,
+            "vocab_size": 2048,
+        },
+        0.15,
+    ),
 }
 """Architecture, its size, and the largest part of a block's time that a rewind may take."""
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+from rich.markup import escape
 from rich.table import Table
 
 from .base import TargetAdapter
@@ -72,7 +73,7 @@ class Report:
         title = f"{self.model_type}: {self.adapter or 'no adapter'}; caches: {self.cache_kinds or 'unknown'}"
         table = Table("check", "verdict", "first difference", title=title, title_justify="left")
         for c in self.checks:
-            table.add_row(c.name, "[green]pass[/]" if c.passed else "[red]fail[/]", c.difference)
+            table.add_row(c.name, "[green]pass[/]" if c.passed else "[red]fail[/]", escape(c.difference))
         return table
 
 

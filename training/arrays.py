@@ -3,12 +3,13 @@
 Knows names and files. Must not know what the arrays mean.
 """
 
-import os
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
+
+from dflash.files import write_whole
 
 
 def flat(tree: Any) -> dict[str, mx.array]:
@@ -22,10 +23,8 @@ def nested(arrays: dict[str, mx.array]) -> Any:
 
 
 def write_arrays(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file under a temporary name, then rename it: whole or not there."""
-    temporary = path.with_name(f".{path.stem}.partial.safetensors")
-    mx.save_safetensors(str(temporary), arrays, metadata=metadata or {})
-    os.replace(temporary, path)
+    """Write a safetensors file, whole or not at all."""
+    write_whole(path, lambda file: mx.save_safetensors(str(file), arrays, metadata=metadata or {}))
 
 
 def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

@@ -9,7 +9,6 @@ Every stage continues where it was stopped: the same command, given again, does 
 import argparse
 import json
 import logging
-import os
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from mlx_lm.models.qwen3 import Model
 from tokenizers import Tokenizer
 
 from dflash import LoadedTargetModel, load_target, save_drafter
+from dflash.files import write_whole
 
 from .answers import AnswersSettings, answer_greedily, write_answers
 from .cpu import keep_freed_memory
@@ -176,14 +176,11 @@ def publish(settings: PairSettings) -> None:
     """Copy the finished pair from ``work`` to ``output``, with requests that neither has seen."""
     for name in ("target", "drafter"):
         destination = settings.output / name
-        destination.mkdir(parents=True, exist_ok=True)
         for file in (settings.work / name).iterdir():
-            partial_copy = destination / f".{file.name}.partial"
-            shutil.copyfile(file, partial_copy)
-            os.replace(partial_copy, destination / file.name)
+            write_whole(destination / file.name, partial(shutil.copyfile, file))
     held_out = samples(PUBLISHED_SEED, PUBLISHED_SAMPLES, "heldout")
     lines = [json.dumps({"prompt": sample.prompt, "check": sample.check}) + "\n" for sample in held_out]
-    (settings.output / "heldout.jsonl").write_text("".join(lines))
+    write_whole(settings.output / "heldout.jsonl", lambda file: file.write_text("".join(lines)))
     logger.info("The pair is in %s.", settings.output)
 
 

@@ -4,7 +4,8 @@ For caches that cannot forget, such as a recurrent state. Knows how to remember 
 cache's state, by reference. Must not know models, or when to rewind.
 
 Only what the state needs is computed again: MLX is lazy, so the layer's output never is, and the matrix
-products of the block are played back, because a product treats every token by itself.
+products and short convolutions of the block are played back, because a product treats every token by itself
+and such a convolution sees none behind it.
 """
 
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ def _cut(value: Any, batch: int, length: int, kept: int) -> Any:
 
 
 class _Product:
-    """Stands for a linear map: keeps its outputs for a block, or plays their first tokens back."""
+    """Stands for a linear map or convolution: keeps its outputs for a block, or plays their first tokens back."""
 
     def __init__(self, linear: nn.Module, shape: tuple[int, int]):
         self._linear, self._shape = linear, shape
@@ -100,13 +101,18 @@ Products = list[tuple[nn.Module, str, _Product]]
 
 
 def _products(layer: nn.Module, shape: tuple[int, int]) -> Products:
-    """A stand-in for every linear map of ``layer``, with the module and the name that it has there."""
+    """A stand-in for every linear map and causal convolution of ``layer``, with the module and the name that it has there."""
     return [
         (owner, name, _Product(child, shape))
         for owner in layer.modules()
         for name, child in owner.items()
-        if isinstance(child, nn.Linear | nn.QuantizedLinear)
+        if isinstance(child, nn.Linear | nn.QuantizedLinear) or _is_causal(child)
     ]
+
+
+def _is_causal(child: Any) -> bool:
+    """Whether it is a convolution over ``[earlier tokens, block]``, with one output a token of the block."""
+    return isinstance(child, nn.Conv1d) and child.padding == 0
 
 
 @contextmanager

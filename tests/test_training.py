@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.training import fastmath
+from dflash.training.answers import agreed_lengths, answer_from_guesses, answer_greedily
 from dflash.training.arrays import write_arrays
 from dflash.training.attention import block_attention
 from dflash.training.blocks import block_targets, draw_anchors, position_weights
@@ -109,26 +110,39 @@ def test_blocks_trained_together_are_the_blocks_drafted_one_by_one(layer_types):
             assert mx.abs(proposal.logits[0] - logits[n, a]).max() < 1e-3
 
 
-@given(st.integers(1, 30), st.integers(2, 40), st.integers(1, 50), st.integers(0, 99))
-def test_anchors_stay_in_the_response(prompt, response, count, seed):
-    anchors = draw_anchors(np.array([prompt]), np.array([prompt + response]), count, np.random.default_rng(seed))
+def mask(length, *spans):
+    """A response mask ``[1, length]`` that is true on the half-open ``spans``."""
+    return np.array([[any(a <= i < b for a, b in spans) for i in range(length)]])
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 50), st.integers(0, 99))
+def test_anchors_stay_in_the_response(response, count, seed):
+    response = np.array([[False, *response, True, True]])
+    anchors = draw_anchors(response, count, np.random.default_rng(seed))
     assert anchors.shape == (1, count)
-    assert anchors.min() >= prompt
-    assert anchors.max() + 1 < prompt + response
-    assert len(set(anchors[0].tolist())) == count or count > response - 1
+    assert response[0, anchors].all()
+    assert response[0, anchors + 1].all()
+    valid = (response[0, :-1] & response[0, 1:]).sum()
+    assert len(set(anchors[0].tolist())) == count or count > valid
 
 
 def test_a_response_without_an_anchor_is_refused():
     with pytest.raises(ValueError, match="no anchor"):
-        draw_anchors(np.array([4]), np.array([5]), 1, np.random.default_rng(0))
+        draw_anchors(mask(6, (4, 5)), 1, np.random.default_rng(0))
 
 
 def test_block_targets_are_the_tokens_behind_the_anchor_and_end_with_the_response():
     tokens = mx.arange(100, 110)[None]
-    targets, inside = block_targets(tokens, mx.array([8]), mx.array([[5, 2]]), 4)
-    assert inside.tolist() == [[[True, True, False], [True, True, True]]]
+    targets, counts = block_targets(tokens, mx.array(mask(10, (2, 8))), mx.array([[5, 2]]), 4)
+    assert counts.tolist() == [[[True, True, False], [True, True, True]]]
     assert targets[0, 0, :2].tolist() == [106, 107]
     assert targets[0, 1].tolist() == [103, 104, 105]
+
+
+def test_a_block_counts_neither_the_next_turn_nor_what_follows_it():
+    response = mx.array(mask(10, (2, 5), (6, 10)))
+    _, counts = block_targets(mx.arange(10)[None], response, mx.array([[3, 7]]), 6)
+    assert counts.tolist() == [[[True, False, False, False, False], [True, True, False, False, False]]]
 
 
 def test_position_weights_decay_from_one():
@@ -177,10 +191,10 @@ def test_training_forward_equals_mlx_lm():
 
 def test_answer_loss_is_the_mean_over_answer_tokens():
     model = build_target(tiny_target(), 40, 3)
-    tokens, prompts, lengths = mx.random.randint(0, 40, (2, 9)), np.array([3, 5]), np.array([9, 7])
+    tokens, response = mx.random.randint(0, 40, (2, 9)), np.concatenate([mask(9, (3, 9)), mask(9, (5, 7))])
     losses = nn.losses.cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
     expected = mx.concatenate([losses[0, 2:8], losses[1, 4:6]]).mean()
-    places = mx.array(answer_places(prompts, lengths, 9))
+    places = mx.array(answer_places(response))
     assert answer_loss(model, tokens, places).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
@@ -195,7 +209,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
         if number == stop_at:
             raise Interrupted
         rng = np.random.default_rng(number)
-        return mx.array(rng.integers(0, 40, (2, 9))), mx.array(answer_places(np.array([3, 5]), np.array([9, 9]), 9))
+        return mx.array(rng.integers(0, 40, (2, 9))), mx.array(answer_places(mask(9, (3, 9)).repeat(2, axis=0)))
 
     def run(folder, *stops):
         for stop_at in (*stops, None):
@@ -245,7 +259,10 @@ def test_sequences_survive_saving(tmp_path):
     sequences = Sequences.from_lists([[1, 2], [3]], [[4], [5, 6, 7]])
     sequences.save(tmp_path / "a.safetensors")
     both = Sequences.load(tmp_path / "a.safetensors", tmp_path / "a.safetensors")
-    assert padded(both, np.array([2, 3]), both.starts).tolist() == [[1, 2, 4, 0], [3, 5, 6, 7]]
+    tokens, response = padded(both, np.array([2, 3]), both.starts)
+    assert tokens.tolist() == [[1, 2, 4, 0], [3, 5, 6, 7]]
+    assert response.tolist() == [[False, False, True, False], [False, True, True, True]]
+    assert both.response_lengths.tolist() == [1, 3, 1, 3]
 
 
 TEXTS = ["def f(x):\n    return [x, 12, 345]\n", "How many? Answer: 27", "  naïve — 東京\t!"]
@@ -287,3 +304,22 @@ def test_the_recipes_in_configs_are_valid():
     recipe = Path(__file__).parents[1] / "configs" / "pair.yaml"
     assert load_settings(PairSettings, recipe).drafter.block_size == 16
     assert json.dumps(str(recipe))
+
+
+def test_answers_from_guesses_are_the_greedy_answers():
+    mx.random.seed(3)
+    model = build_target(TargetSettings(FitSettings(1), samples=1, num_hidden_layers=2, intermediate_size=64), 60, 4)
+    prompts = [[1, 9, 17, 2], [1, 30, 2], [1, 5, 6, 7, 8, 2], [1, 41, 42, 2]]
+    greedy = answer_greedily(model, prompts, end=4, max_tokens=12)
+    other = 7 if greedy[1][5] != 7 else 8
+    guesses = [
+        greedy[0],  # right
+        [*greedy[1][:5], other, *greedy[1][6:]],  # wrong in the middle
+        [(greedy[2][0] + 1) % 60, 4],  # wrong from the first token
+        [*greedy[3][:3], 4] if greedy[3][3] != 4 else greedy[3],  # ends too early
+    ]
+    assert agreed_lengths(model, Sequences.from_lists(prompts, guesses)).tolist()[:3] == [len(greedy[0]), 5, 0]
+    answers = answer_from_guesses(model, prompts, guesses, end=4, max_tokens=12)
+    assert answers[0] == greedy[0]
+    for answer, expected in zip(answers, greedy, strict=True):
+        assert answer[: len(expected)] == expected

@@ -1,6 +1,6 @@
 """Which blocks of a sequence the drafter is trained on, and what each position of a block should predict.
 
-Knows lengths and token ids. Must not know models.
+Knows token ids and which the target wrote. Must not know models.
 
 An anchor at `a` stands for a decoding step in which the tokens before `a` are committed with their
 features and token `a` is the last one committed. Its block is `[token a, mask, mask, ...]`; position `i`
@@ -15,30 +15,37 @@ import numpy as np
 from .data import Ints
 
 
-def draw_anchors(prompt_lengths: Ints, lengths: Ints, count: int, rng: np.random.Generator) -> Ints:
-    """Random anchors ``[N, count]`` among response positions ``a`` with ``a + 1`` still in the response.
+def draw_anchors(response_NS: Ints, count: int, rng: np.random.Generator) -> Ints:
+    """Random anchors ``[N, count]``, sorted, among positions ``a`` of the response with ``a + 1`` in it too.
 
     They differ from each other where the response is long enough for that. Raises ``ValueError`` for a
     response of fewer than two tokens, which has nothing to predict.
     """
     rows = []
-    for prompt, length in zip(prompt_lengths, lengths, strict=True):
-        valid = int(length) - 1 - int(prompt)
-        if valid < 1:
-            raise ValueError(f"A response of {int(length) - int(prompt)} token(s) has no anchor; leave it out.")
-        rows.append(np.sort(rng.choice(valid, count, replace=valid < count)) + int(prompt))
+    for response in response_NS:
+        valid = np.flatnonzero(response[:-1] & response[1:])
+        if not len(valid):
+            raise ValueError(f"A response of {int(response.sum())} token(s) has no anchor; leave it out.")
+        rows.append(np.sort(rng.choice(valid, count, replace=len(valid) < count)))
     return np.stack(rows).astype(np.int32)
 
 
 def block_targets(
-    tokens_NS: mx.array, lengths_N: mx.array, anchors_NA: mx.array, size: int
+    tokens_NS: mx.array, response_NS: mx.array, anchors_NA: mx.array, size: int
 ) -> tuple[mx.array, mx.array]:
-    """Tokens ``[N, A, B-1]`` that positions ``1 .. B-1`` predict, and which of them are in the response."""
+    """Tokens ``[N, A, B-1]`` that positions ``1 .. B-1`` predict, and which of them count.
+
+    A position counts up to the end of the response that its anchor is in.
+    """
     places = anchors_NA[..., None] + mx.arange(1, size)
-    inside = places < lengths_N[:, None, None]
+    within = places < tokens_NS.shape[1]
     places = mx.minimum(places, tokens_NS.shape[1] - 1)
-    flat = mx.take_along_axis(tokens_NS, places.reshape(len(tokens_NS), -1), axis=1)
-    return flat.reshape(places.shape), inside
+
+    def taken(values_NS: mx.array) -> mx.array:
+        return mx.take_along_axis(values_NS, places.reshape(len(places), -1), axis=1).reshape(places.shape)
+
+    counts = mx.cumprod((taken(response_NS) & within).astype(mx.int32), axis=-1) > 0
+    return taken(tokens_NS), counts
 
 
 def position_weights(size: int, gamma: float) -> mx.array:

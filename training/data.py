@@ -1,9 +1,9 @@
-"""Token sequences of requests and answers, and how they are put into batches.
+"""Token sequences with a mask of what the target wrote, and how they are put into batches.
 
-Knows token ids and lengths. Must not know words, models or losses.
+Knows token ids, masks and lengths. Must not know words, models or losses.
 
-A sequence is a whole request and its answer; batches hold sequences of similar length, padded to the
-longest, so that no request ever sees another one and little work is lost.
+A sequence is a whole conversation, its request first; batches hold sequences of similar length, padded on
+the right to the longest, so that no sequence ever sees another one and little work is lost.
 """
 
 from dataclasses import dataclass
@@ -19,20 +19,21 @@ Ints = np.ndarray
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences end to end in ``tokens``; ``lengths`` counts request and answer, ``prompt_lengths`` the request."""
+    """Sequences end to end: their ``tokens`` and, of the same shape, ``response``: which the target wrote."""
 
     tokens: Ints
+    response: Ints
     lengths: Ints
-    prompt_lengths: Ints
 
     @classmethod
     def from_lists(cls, prompts: list[list[int]], answers: list[list[int]]) -> "Sequences":
         """Join each prompt with its answer."""
         rows = [p + a for p, a in zip(prompts, answers, strict=True)]
+        wrote = [[False] * len(p) + [True] * len(a) for p, a in zip(prompts, answers, strict=True)]
         return cls(
             np.concatenate([np.asarray(r, dtype=np.int32) for r in rows]),
+            np.concatenate([np.asarray(w, dtype=bool) for w in wrote]),
             np.asarray([len(r) for r in rows], dtype=np.int32),
-            np.asarray([len(p) for p in prompts], dtype=np.int32),
         )
 
     def __len__(self) -> int:
@@ -43,14 +44,19 @@ class Sequences:
         """Where each sequence begins in ``tokens``."""
         return np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
 
+    @property
+    def response_lengths(self) -> Ints:
+        """How many tokens of each sequence the target wrote."""
+        return np.add.reduceat(self.response, self.starts, dtype=np.int64)
+
     def having(self, chosen: Ints) -> "Sequences":
         """The sequences for which the boolean ``chosen`` is true."""
-        tokens = self.tokens[np.repeat(chosen, self.lengths)]
-        return Sequences(tokens, self.lengths[chosen], self.prompt_lengths[chosen])
+        kept = np.repeat(chosen, self.lengths)
+        return Sequences(self.tokens[kept], self.response[kept], self.lengths[chosen])
 
     def save(self, path: Path) -> None:
         """Write all three arrays to one safetensors file, whole or not at all."""
-        arrays = {"tokens": self.tokens, "lengths": self.lengths, "prompt_lengths": self.prompt_lengths}
+        arrays = {"tokens": self.tokens, "response": self.response, "lengths": self.lengths}
         write_arrays(path, {k: mx.array(v) for k, v in arrays.items()})
 
     @classmethod
@@ -81,10 +87,12 @@ def plan_batches(lengths: Ints, batch_tokens: int, seed: int, pool: int = 1024) 
     return plan
 
 
-def padded(sequences: Sequences, rows: Ints, starts: Ints, pad: int = 0) -> Ints:
-    """Tokens ``[len(rows), longest]`` of some sequences, padded on the right."""
+def padded(sequences: Sequences, rows: Ints, starts: Ints, pad: int = 0) -> tuple[Ints, Ints]:
+    """Tokens and response mask ``[len(rows), longest]`` of some sequences, padded on the right."""
     lengths = sequences.lengths[rows]
-    out = np.full((len(rows), int(lengths.max())), pad, dtype=np.int32)
+    shape = len(rows), int(lengths.max())
+    tokens, response = np.full(shape, pad, dtype=np.int32), np.zeros(shape, dtype=bool)
     for i, (start, length) in enumerate(zip(starts[rows], lengths, strict=True)):
-        out[i, :length] = sequences.tokens[start : start + length]
-    return out
+        tokens[i, :length] = sequences.tokens[start : start + length]
+        response[i, :length] = sequences.response[start : start + length]
+    return tokens, response

@@ -1,19 +1,19 @@
 """Training a DFlash drafter: many blocks a sequence in one pass over the frozen target's features.
 
 Knows the drafter model and how blocks, attention and loss fit together. Must not know any one target
-architecture, or the decode loop.
+architecture, or how a block is decoded.
 
 Shapes: N sequences, S sequence length, A anchors a sequence, B block size, E hidden size, F feature size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel
+from dflash import DFlashConfig, DFlashDraftModel, DFlashSpeculativeDecoder, LoadedTargetModel
 
 from .arrays import flat
 from .attention import block_attention
@@ -109,12 +109,12 @@ def draft_hidden(
 
 
 def drafter_loss(features: Features, gamma: float) -> Callable[..., mx.array]:
-    """``loss(model, tokens, lengths, anchors)`` for :func:`~dflash.training.fit.fit`."""
+    """``loss(model, tokens, response, anchors)`` for :func:`~dflash.training.fit.fit`."""
 
-    def loss(model: DFlashDraftModel, tokens_NS: mx.array, lengths_N: mx.array, anchors_NA: mx.array) -> mx.array:
+    def loss(model: DFlashDraftModel, tokens_NS: mx.array, response_NS: mx.array, anchors_NA: mx.array) -> mx.array:
         size = model.config.block_size
         hidden = draft_hidden(model, mx.stop_gradient(features(tokens_NS)), tokens_NS, anchors_NA)
-        targets, inside = block_targets(tokens_NS, lengths_N, anchors_NA, size)
+        targets, inside = block_targets(tokens_NS, response_NS, anchors_NA, size)
         weights = inside * position_weights(size, gamma)
         logits = model.head(hidden[:, :, 1:].reshape(-1, hidden.shape[-1]))
         return decayed_cross_entropy(logits, targets.reshape(-1), weights.reshape(-1))
@@ -123,7 +123,7 @@ def drafter_loss(features: Features, gamma: float) -> Callable[..., mx.array]:
 
 
 def drafter_batches(sequences: Sequences, settings: DrafterSettings) -> Callable[[int], tuple[mx.array, ...]]:
-    """``batch(number)``: tokens, lengths and freshly drawn anchors."""
+    """``batch(number)``: tokens, response mask and freshly drawn anchors."""
     starts, needed = sequences.starts, settings.fit.steps * settings.fit.batches_per_step
     plan: list[Ints] = []
     for epoch in range(needed):
@@ -132,34 +132,18 @@ def drafter_batches(sequences: Sequences, settings: DrafterSettings) -> Callable
         plan += plan_batches(sequences.lengths, settings.batch_tokens, settings.seed + epoch)
 
     def batch(number: int) -> tuple[mx.array, ...]:
-        rows, rng = plan[number], np.random.default_rng([settings.seed, number])
-        lengths = sequences.lengths[rows]
-        anchors = draw_anchors(sequences.prompt_lengths[rows], lengths, settings.anchors, rng)
-        return mx.array(padded(sequences, rows, starts)), mx.array(lengths), mx.array(anchors)
+        tokens, response = padded(sequences, plan[number], starts)
+        anchors = draw_anchors(response, settings.anchors, np.random.default_rng([settings.seed, number]))
+        return mx.array(tokens), mx.array(response), mx.array(anchors)
 
     return batch
 
 
-def acceptance_length(model: DFlashDraftModel, features: Features, sequences: Sequences) -> float:
-    """Tokens committed per target pass on answers that the target wrote, as greedy decoding would go.
-
-    Drafts every anchor of an answer at once, then walks over it as the decoder does: on by the accepted
-    drafts and one more.
-    """
-    starts, size, committed, passes = sequences.starts, model.config.block_size, 0, 0
-    for number in range(len(sequences)):
-        prompt, length = int(sequences.prompt_lengths[number]), int(sequences.lengths[number])
-        if length - prompt < 2:
-            continue
-        tokens = mx.array(padded(sequences, np.asarray([number]), starts))
-        anchors = mx.arange(prompt, length - 1)[None]
-        hidden = draft_hidden(model, features(tokens), tokens, anchors)
-        drafts = mx.argmax(model.head(hidden[:, :, 1:]), axis=-1)
-        targets, inside = block_targets(tokens, mx.array([length]), anchors, size)
-        accepted = np.array(mx.cumprod((drafts == targets) & inside, axis=-1).sum(-1)).reshape(-1)
-        place = 0  # the first answer token comes from reading the prompt
-        while place < len(accepted):
-            place += int(accepted[place]) + 1
-            passes += 1
-        committed += length - prompt - 1
-    return committed / max(1, passes)
+def acceptance_length(
+    model: DFlashDraftModel, target: LoadedTargetModel, prompts: Iterable[list[int]], max_tokens: int
+) -> float:
+    """Tokens committed per target pass when the two decode greedily."""
+    decoder = DFlashSpeculativeDecoder(target, model)
+    responses = (r for prompt in prompts for r in decoder.stream_generate(prompt, max_tokens))
+    accepted = [r.accepted for r in responses if r.accepted]
+    return sum(accepted) / max(1, len(accepted))

@@ -19,10 +19,10 @@ import mlx.core as mx
 from mlx_lm.models.qwen3 import Model
 from tokenizers import Tokenizer
 
-from dflash import LoadedTargetModel, load_target, save_drafter
+from dflash import load_target, save_drafter
 from dflash.files import write_whole
 
-from .answers import AnswersSettings, answer_greedily, write_answers
+from .answers import AnswersSettings, answer_from_guesses, write_answers
 from .cpu import keep_freed_memory
 from .data import Sequences
 from .drafter import DrafterSettings, acceptance_length, build_drafter, drafter_batches, drafter_loss
@@ -92,7 +92,8 @@ def accuracy(model: Model, tokenizer: Tokenizer, settings: HeldOutSettings) -> d
     """Share of held-out requests that greedy decoding answers right, over all and by kind."""
     drawn = list(samples(settings.seed, settings.samples, "heldout"))
     prompts = [encode_prompt(tokenizer, sample.prompt) for sample in drawn]
-    answers = answer_greedily(model, prompts, token_id(tokenizer, END), settings.max_tokens)
+    guesses = [encode_answer(tokenizer, sample.answer) for sample in drawn]
+    answers = answer_from_guesses(model, prompts, guesses, token_id(tokenizer, END), settings.max_tokens)
     texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     verdicts = check_answers((text, sample.check) for text, sample in zip(texts, drawn, strict=True))
     for text, sample, verdict in zip(texts, drawn, verdicts, strict=True):
@@ -134,19 +135,12 @@ def target_stage(settings: PairSettings, tokenizer: Tokenizer) -> None:
 
 def answers_stage(settings: PairSettings, tokenizer: Tokenizer) -> Sequences:
     """The target's own answers to training requests; those too short to hold a block are left out."""
-    drawn = samples(settings.answers.seed, settings.answers.samples, "train")
+    drawn = list(samples(settings.answers.seed, settings.answers.samples, "train"))
     prompts = [encode_prompt(tokenizer, sample.prompt) for sample in drawn]
-    answers = write_answers(settings.work / "target", prompts, settings.answers, settings.work / "answers")
-    logger.info("%d answers, %d tokens", len(answers), (answers.lengths - answers.prompt_lengths).sum())
-    return answers.having(answers.lengths - answers.prompt_lengths > 1)
-
-
-def held_out_answers(settings: PairSettings, tokenizer: Tokenizer, target: LoadedTargetModel) -> Sequences:
-    """The target's answers to held-out requests."""
-    drawn = samples(settings.held_out.seed, settings.held_out.samples, "heldout")
-    prompts = [encode_prompt(tokenizer, sample.prompt) for sample in drawn]
-    answers = answer_greedily(target.model, prompts, token_id(tokenizer, END), settings.held_out.max_tokens)
-    return Sequences.from_lists(prompts, answers)
+    guesses = [encode_answer(tokenizer, sample.answer) for sample in drawn]
+    answers = write_answers(settings.work / "target", prompts, guesses, settings.answers, settings.work / "answers")
+    logger.info("%d answers, %d tokens", len(answers), answers.response_lengths.sum())
+    return answers.having(answers.response_lengths > 1)
 
 
 def drafter_stage(settings: PairSettings, tokenizer: Tokenizer) -> None:
@@ -158,17 +152,22 @@ def drafter_stage(settings: PairSettings, tokenizer: Tokenizer) -> None:
     answers = answers_stage(settings, tokenizer)
     model = build_drafter(settings.drafter, target, token_id(tokenizer, MASK), settings.target.rope_theta)
     features_of = partial(features, cast(Model, target.model), model.target_layer_ids)
-    held_out = held_out_answers(settings, tokenizer, target)
+    held_out = samples(settings.held_out.seed, settings.held_out.samples, "heldout")
+    prompts = [encode_prompt(tokenizer, sample.prompt) for sample in held_out]
+
+    def evaluate() -> dict[str, float]:
+        return {"tau": acceptance_length(model, target, prompts, settings.held_out.max_tokens)}
+
     fit(
         model,
         drafter_batches(answers, settings.drafter),
         drafter_loss(features_of, settings.drafter.gamma),
         settings.drafter.fit,
         settings.work / "fit-drafter",
-        lambda: {"tau": acceptance_length(model, features_of, held_out)},
+        evaluate,
     )
     rounded_to_bfloat16(model)
-    logger.info("As saved: tau %.2f", acceptance_length(model, features_of, held_out))
+    logger.info("As saved: %s", evaluate())
     save_drafter(model, folder)
 
 

@@ -130,10 +130,9 @@ def answer_loss(model: Model, tokens_BL: mx.array, places_T: mx.array) -> mx.arr
     return cross_entropy(logits_TV, tokens_BL.reshape(-1)[places_T + 1]).mean()
 
 
-def answer_places(prompt_lengths: Ints, lengths: Ints, width: int) -> Ints:
-    """Flat positions, in rows of ``width``, just before each answer token."""
-    rows = [np.arange(p - 1, n - 1) + i * width for i, (p, n) in enumerate(zip(prompt_lengths, lengths, strict=True))]
-    return np.concatenate(rows).astype(np.int32)
+def answer_places(response: Ints) -> Ints:
+    """Flat positions, into a mask ``[N, L]`` of the answers' tokens, just before each of them."""
+    return (np.flatnonzero(response) - 1).astype(np.int32)
 
 
 def target_batches(sequences: Sequences, settings: TargetSettings) -> Callable[[int], tuple[mx.array, mx.array]]:
@@ -147,10 +146,8 @@ def target_batches(sequences: Sequences, settings: TargetSettings) -> Callable[[
         plan += plan_batches(sequences.lengths, settings.batch_tokens, settings.seed + epoch)
 
     def batch(number: int) -> tuple[mx.array, mx.array]:
-        rows = plan[number]
-        tokens = padded(sequences, rows, starts)
-        places = answer_places(sequences.prompt_lengths[rows], sequences.lengths[rows], tokens.shape[1])
-        return mx.array(tokens), mx.array(places)
+        tokens, response = padded(sequences, plan[number], starts)
+        return mx.array(tokens), mx.array(answer_places(response))
 
     return batch
 

@@ -3,7 +3,7 @@
 Knows: what may happen to a quantity, how it is told, which numbers keep it exact and small.
 Must not know: how a problem is drawn or solved, which pairs are held out.
 
-Totals stay between 0 and 150, products up to 120, operands mostly between 2 and 20.
+Totals and products stay between 0 and 100, operands mostly between 2 and 20.
 """
 # ruff: noqa: E501 - a row of a table is one line
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-LIMIT = 150
-PRODUCT_LIMIT = 120
+LIMIT = 100
+PRODUCT_LIMIT = 100
 
 
 @dataclass(frozen=True)

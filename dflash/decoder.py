@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
@@ -206,16 +205,22 @@ class DFlashSpeculativeDecoder:
         temperature: float = 0.0,
         stop_token_ids: Sequence[int] | None = None,
         stream_callback: Callable[[list[int]], None] | None = None,
+        *,
+        max_kv_size: int | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
     ) -> mx.array:
         """Token ids ``[1, prompt + generated]`` for ``input_ids [1, prompt]``.
 
         ``stop_token_ids`` default to the target's; a stop token ends the result and is part of it.
-        ``stream_callback`` is called with each step's new tokens. Raises as :meth:`stream_generate`.
+        ``stream_callback`` is called with each step's new tokens. The cache options and the errors are those
+        of :meth:`stream_generate`.
         """
         prompt = _row(input_ids)
         stops = self.loaded_target.stop_token_ids() if stop_token_ids is None else frozenset(stop_token_ids)
         tokens = list(prompt)
-        for step in self._steps(prompt, max_new_tokens, _sampler(temperature), stops):
+        cache_options = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
+        for step in self._steps(prompt, max_new_tokens, _sampler(temperature), stops, cache_options):
             tokens += step.tokens
             if stream_callback is not None:
                 stream_callback(step.tokens)
@@ -227,7 +232,7 @@ class DFlashSpeculativeDecoder:
         max_tokens: int,
         sampler: Sampler,
         stops: frozenset[int],
-        cache_options: Mapping[str, Any] = MappingProxyType({}),
+        cache_options: Mapping[str, Any],
     ) -> Iterator["_Step"]:
         """Check the request now, decode lazily: the prompt's own token, then blocks, to a stop or the limit."""
         self._check_request(prompt, max_tokens)
@@ -323,16 +328,21 @@ def _through_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
 
 
 def _sampler(temperature: float, top_p: float = 0.0, top_k: int = 0) -> Sampler:
-    if not (temperature >= 0 and top_k >= 0 and 0 <= top_p <= 1):  # so that NaN fails too
+    numbers = all(isinstance(value, int | float) for value in (temperature, top_p, top_k))
+    if not (numbers and temperature >= 0 and top_k >= 0 and 0 <= top_p <= 1):  # so that NaN fails too
         raise GenerationError(
-            f"temperature {temperature} and top_k {top_k} must be at least 0, top_p {top_p} between 0 and 1."
+            f"temperature {temperature!r} and top_k {top_k!r} must be numbers of at least 0, top_p {top_p!r} "
+            "between 0 and 1."
         )
     return make_sampler(temp=temperature, top_p=top_p, top_k=top_k)
 
 
 def _row(tokens: Sequence[int] | mx.array) -> list[int]:
     """Token ids of one sequence, from ``[L]``, ``[1, L]`` or a list."""
-    array = mx.array(tokens)  # type: ignore[arg-type]
+    try:
+        array = mx.array(tokens)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise GenerationError(f"Expected a text or token ids, got {type(tokens).__name__}: {error}.") from error
     if array.ndim == 2 and array.shape[0] != 1:
         raise GenerationError(f"Batch size {array.shape[0]} is not supported; decode one sequence at a time.")
     if array.ndim not in (1, 2) or (array.size and not mx.issubdtype(array.dtype, mx.integer)):

@@ -101,7 +101,7 @@ Products = list[tuple[nn.Module, str, _Product]]
 
 
 def _products(layer: nn.Module, shape: tuple[int, int]) -> Products:
-    """A stand-in for every linear map and causal convolution of ``layer``, with the module and the name that it has there."""
+    """A stand-in for every linear map and causal convolution of ``layer``, with its module and its name there."""
     return [
         (owner, name, _Product(child, shape))
         for owner in layer.modules()

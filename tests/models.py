@@ -186,10 +186,10 @@ class ScriptedDrafter:
         return (token + self.random.randrange(1, self.vocab)) % self.vocab
 
 
-def plain_greedy(model: nn.Module, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
+def plain_greedy(model: nn.Module, prompt: Sequence[int], max_tokens: int, **options: int) -> tuple[list[int], float]:
     """Tokens of plain mlx-lm decoding, and the smallest lead of a best token over the second best."""
     tokens, lead = [], float("inf")
-    for token, logprobs in generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens):
+    for token, logprobs in generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens, **options):
         best = mx.sort(logprobs)[-2:].tolist()
         lead = min(lead, best[1] - best[0])
         tokens.append(int(token))

@@ -159,6 +159,16 @@ def test_spec_generate_gives_prompt_and_continuation(form):
     assert any(len(step) > 2 for step in steps)
 
 
+def test_spec_generate_takes_the_cache_options():
+    prompt, model = [3, 1, 4], target("qwen3", 2).model
+    expected, _ = plain_greedy(model, prompt, 40, max_kv_size=8)
+    assert expected != plain_greedy(model, prompt, 40)[0]
+    decoder = DFlashSpeculativeDecoder(model, ScriptedDrafter(prompt + expected, 32, 0.75))
+    assert decoder.spec_generate(prompt, 40, max_kv_size=8).tolist() == [prompt + expected]
+    with pytest.raises(GenerationError, match="kv_bits"):
+        decoder.spec_generate(prompt, 4, kv_bits=5)
+
+
 def test_spec_generate_ends_with_the_stop_token():
     decoder, prompt, expected = token_decoder()
     stop = expected[20]
@@ -222,6 +232,8 @@ BAD_REQUESTS = {
     "fractional max_tokens": ((PROMPT, 2.5), {}, ["max_tokens", "2.5"]),
     "negative temperature": ((PROMPT, 5, -0.1), {}, ["temperature -0.1"]),
     "temperature that is no number": ((PROMPT, 5, float("nan")), {}, ["temperature nan"]),
+    "temperature as a text": ((PROMPT, 5, "hot"), {}, ["temperature 'hot'"]),
+    "a list of texts": ((["a", "b"], 5), {}, ["text or token ids", "list"]),
     "top_p above 1": ((PROMPT, 5), {"top_p": 1.5}, ["top_p 1.5"]),
     "negative top_k": ((PROMPT, 5), {"top_k": -3}, ["top_k -3"]),
     "batch of 2": ((mx.array([[1, 2], [3, 4]]), 5), {}, ["Batch size 2"]),

@@ -128,6 +128,8 @@ def prepare(
     with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # hours later would be a bad time to find out
+    if settings.top_k >= target.vocab_size:
+        raise DataError(f"top_k must be below the target's {target.vocab_size} tokens, got {settings.top_k}.")
     plan = make_plan(conversations, target, settings)
     description: dict[str, Any] = {
         "format": FORMAT,

@@ -53,9 +53,9 @@ def prepare(
 
     Examples:
 
-    dflash prepare prompts.jsonl --output data/mine
-    dflash prepare prompts.jsonl --output data/qwen --target Qwen/Qwen3-4B --temp 0.7 --top-p 0.95
-    dflash prepare openai/gsm8k --subset main --template "{question}" --output data/gsm8k --max-tokens 512
+    dflash prepare prompts.jsonl --output data
+    dflash prepare prompts.jsonl --output data --target Qwen/Qwen3-4B --temp 0.7
+    dflash prepare openai/gsm8k --subset main --template "{question}" --output data
     """
     from .decoder import PAIR
     from .target import load_target

@@ -1,5 +1,6 @@
 """Datasets: what is read, who wrote what, which half it goes to, and the same bytes however often it was killed."""
 
+import io
 import json
 import os
 import random
@@ -208,8 +209,11 @@ def responses_of(conversation: Conversation, target: LoadedTargetModel, chat: bo
     return [byte_tokenizer().decode(row.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
 
 
-@settings(max_examples=40)
-@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\ue000\ue001"), min_size=1), min_size=2))
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\ue000\ue001"), min_size=1, max_size=12)
+
+
+@settings(max_examples=25)
+@given(st.lists(TEXT, min_size=2, max_size=6))
 def test_the_mask_is_every_response_with_its_stop_token_and_nothing_else(target, contents):
     talk = turns(*contents[: len(contents) // 2 * 2])
     row = encode(talk, target, True, {})
@@ -346,6 +350,13 @@ def test_what_is_given_is_used_and_what_is_missing_is_written(target, tmp_path):
     assert again[:3] == made[:3]
 
 
+def test_of_a_conversation_only_the_new_response_counts_when_the_target_writes_one(target, tmp_path):
+    prepare([turns("q", "a", "r")], target, PrepareSettings(max_tokens=4, heldout_percent=0), tmp_path)
+    made = open_dataset(tmp_path, "train", target)
+    assert np.flatnonzero(made.response).tolist() == list(range(len(made.tokens) - 4, len(made.tokens)))
+    assert texts(made, wrote=False)[0].endswith(f"a{STOP}\n<|im_start|>user\nr{STOP}\n<|im_start|>assistant\n")
+
+
 def test_repeated_prompts_stay_once_and_long_sequences_are_dropped(target, tmp_path):
     talks = [
         turns("q", "a"),
@@ -446,7 +457,7 @@ def shard_count(folder: Path) -> int:
 
 
 def test_killed_ten_times_it_ends_with_the_same_bytes(folder, tmp_path):
-    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(160)))
+    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(240)))
     assert subprocess.run(command(data, tmp_path / "whole", folder), capture_output=True).returncode == 0
     whole, rng = tree(tmp_path / "whole"), random.Random(0)
     killed = tmp_path / "killed"
@@ -471,6 +482,25 @@ def test_a_finished_dataset_is_left_as_it_is(target, tmp_path, monkeypatch):
     times = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.*")}
     assert prepare(prompts(5), target, OPTIONS, tmp_path) == first
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.*")} == times
+
+
+def test_the_bar_counts_every_sequence_once_and_starts_where_the_work_was(target, tmp_path, monkeypatch):
+    bars = []
+
+    class Bar(preparing.tqdm):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options | {"disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr(preparing, "tqdm", Bar)
+    talks = [*prompts(8), turns("q", "a")]
+    prepare(talks, target, OPTIONS, tmp_path)
+    (tmp_path / "train/000001.safetensors").unlink()
+    prepare(talks, target, OPTIONS, tmp_path)
+    _, first, _, second = bars
+    assert [first.initial, first.n, first.total] == [0, 9, 9]
+    assert [second.initial, second.n, second.total] == [7, 9, 9]
+    assert re.search(r"\[\d\d:\d\d<.*sequences/s\]|s/ sequences", first.fp.getvalue())  # time left, rate
 
 
 def test_other_settings_input_or_target_do_not_continue_a_dataset(target, tmp_path, monkeypatch):

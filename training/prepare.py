@@ -4,7 +4,8 @@ Knows the order of the work and what makes it repeatable. Must not know the comm
 
 The settings, the conversations and the target fix which conversation goes into which shard, and a shard's
 randomness comes from the seed and the shard alone. All that is written down before the work starts, so a run that
-was killed at any moment continues, without its unfinished shard, to the same bytes.
+was killed at any moment continues, without its unfinished shard, to the same bytes (on the same machine and
+versions: elsewhere logits round differently, and two tokens that nearly tie can swap).
 """
 
 import hashlib

@@ -247,6 +247,16 @@ def test_responses_are_found_where_a_template_trims_them():
     assert responses_of(turns("q", " one ", "r", "two\n"), trims) == ["one" + STOP, "two" + STOP]
 
 
+def test_a_first_token_that_takes_in_a_space_of_the_template_is_of_the_response():
+    spaced = with_template(EACH.replace("%s", "[{{ m.role }}] {{ m.content }}"))
+    assert responses_of(turns("q", "two", "r", "one"), spaced) == [" two", "one"]  # " t" is one token, " o" is two
+
+
+def test_what_follows_a_response_belongs_to_it_only_if_it_is_a_stop_token():
+    lines = with_template(EACH.replace("%s", "{{ m.content }}\n"))
+    assert responses_of(turns("q", "one", "r", "two"), lines) == ["one", "two"]
+
+
 def test_responses_are_found_where_a_template_adds_and_drops_thoughts():
     thinks = with_template(THINKING)
     assert responses_of(turns("q", "one", "r", "two"), thinks) == ["one" + STOP, "two" + STOP]
@@ -297,11 +307,20 @@ def test_a_tokenizer_without_character_offsets_is_refused_for_given_responses_on
         encode(turns("q", "a"), target, True, {})
 
 
+def test_the_tokenizer_of_a_larger_model_is_refused(target):
+    small = LoadedTargetModel(qwen3_model(1, vocab=100, **TINY), target.tokenizer)
+    with pytest.raises(DataError, match=r"line 1: the target knows tokens 0 to 99, .* give 260: .* another model"):
+        encode(turns("q"), small, True, {})
+    with pytest.raises(DataError, match=r"give none"):
+        encode(turns("q"), with_template(""), True, {})
+
+
 def test_spans_are_found_whatever_stands_around_them():
     def render(messages):
         return "|".join(m["content"] for m in messages)
 
-    assert response_spans(render, turns("b", "ab", "ab", "b|").messages) == [(2, 4), (8, 10)]
+    talk = turns("b", "ab", "ab", "b|").messages
+    assert response_spans(render, talk, "b|ab|ab|b|") == [(2, 4), (8, 10)]
 
 
 # --- the dataset ----------------------------------------------------------------------------------------------
@@ -340,7 +359,8 @@ def test_a_response_ends_with_its_stop_token_or_is_counted_as_cut(target, tmp_pa
 def test_what_is_given_is_used_and_what_is_missing_is_written(target, tmp_path):
     talks = [*prompts(3), turns("q", "given"), *prompts(5)[3:]]
     options = PrepareSettings(max_tokens=4, heldout_percent=0)
-    prepare(talks, target, options, tmp_path / "kept")
+    manifest = prepare(talks, target, options, tmp_path / "kept")
+    assert manifest["splits"]["train"]["cut"] == 5  # all but the given one
     made = texts(open_dataset(tmp_path / "kept", "train", target))
     assert made[3] == "given" + STOP
     assert len(made) == 6
@@ -404,6 +424,15 @@ def test_samples_depend_on_seed_and_shard_and_follow_the_temperature(target, tmp
     assert sampled("seed", temp=1.0, seed=1) != one
     assert sampled("p", temp=1.0, top_p=1e-6) == sampled("k", temp=1.0, top_k=1) == greedy
     assert tree(tmp_path / "one") == tree(tmp_path / "again")
+    rows = [encode(talk, target, True, {}) for talk in prompts(4)]
+    shards_of_one_text = [
+        [
+            tokens.tolist()
+            for tokens, _ in preparing.answer_shard(rows, target, PrepareSettings(max_tokens=8, temp=1.0), name)
+        ]
+        for name in ("train 0", "train 1", "train 0")
+    ]
+    assert shards_of_one_text[0] == shards_of_one_text[2] != shards_of_one_text[1]
 
 
 # --- resuming -------------------------------------------------------------------------------------------------
@@ -707,7 +736,7 @@ def test_a_target_that_cannot_be_batched_is_refused_before_the_work(target, tmp_
 
 def test_unfinished_files_of_a_killed_run_are_removed_and_others_are_not(tmp_path):
     (tmp_path / "train").mkdir()
-    kept = [tmp_path / ".hidden", tmp_path / "train/000000.safetensors"]
+    kept = [tmp_path / ".my-own.json", tmp_path / "train/000000.safetensors"]
     gone = [tmp_path / ".manifest-a1_b.json", tmp_path / "train/.000001-xyz.safetensors"]
     for file in kept + gone:
         file.write_text("")

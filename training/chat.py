@@ -48,20 +48,19 @@ def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, sw
     Without a response they end where the target would begin its own. The stop token behind a response belongs to
     it. ``switches`` go to the chat template. Raises :class:`~dflash.errors.DataError` where that cannot be done.
     """
-    tokenizer, messages = target.tokenizer, conversation.messages
-    if tokenizer is None:
+    if target.tokenizer is None:
         raise DataError("This target was loaded without a tokenizer; prompts cannot become tokens.")
-    stops = target.stop_token_ids()
     try:
-        if not chat or not tokenizer.has_chat_template:
-            return _plain(conversation, tokenizer, stops)
-        if not conversation.answered:
-            return Row(np.asarray(target.adapter.chat_tokens(tokenizer, list(messages), **switches), np.int32), None)
-
-        def render(messages: Messages) -> str:
-            return tokenizer.apply_chat_template(list(messages), tokenize=False, **switches)
-
-        return Row(*_masked(tokenizer, render(messages), response_spans(render, messages), stops, special=False))
+        if chat and target.tokenizer.has_chat_template:
+            row = _templated(conversation, target, switches)
+        else:
+            row = _plain(conversation, target.tokenizer, target.stop_token_ids())
+        if not 0 <= row.tokens.max(initial=-1) < target.vocab_size:
+            raise DataError(
+                f"the target knows tokens 0 to {target.vocab_size - 1}, its tokenizer and chat template give "
+                f"{row.tokens.max() if len(row.tokens) else 'none'}: that is the tokenizer of another model."
+            )
+        return row
     except (TemplateError, TypeError, ValueError) as error:
         if isinstance(error, DataError):
             raise DataError(f"{conversation.where}: {error}") from error
@@ -69,12 +68,25 @@ def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, sw
         raise DataError(f"{conversation.where}: the target's chat template refuses these messages: {reason}") from error
 
 
-def response_spans(render: Callable[[Messages], str], messages: Messages) -> list[tuple[int, int]]:
-    """Begin and end of every response in ``render(messages)``, in characters.
+def _templated(conversation: Conversation, target: LoadedTargetModel, switches: dict[str, Any]) -> Row:
+    tokenizer, messages = target.tokenizer, conversation.messages
+    if not conversation.answered:
+        return Row(np.asarray(target.adapter.chat_tokens(tokenizer, list(messages), **switches), np.int32), None)
+
+    def render(messages: Messages) -> str:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **switches)
+
+    text = render(messages)
+    spans = response_spans(render, messages, text)
+    return Row(*_masked(tokenizer, text, spans, target.stop_token_ids(), special=False))
+
+
+def response_spans(render: Callable[[Messages], str], messages: Messages, text: str) -> list[tuple[int, int]]:
+    """Begin and end of every response in ``text``, which is ``render(messages)``, in characters.
 
     Raises :class:`~dflash.errors.DataError` if the template leaves a response out, repeats it or rewrites it.
     """
-    text, spans = render(messages), []
+    spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -110,7 +122,7 @@ def _plain(conversation: Conversation, tokenizer: Any, stops: frozenset[int]) ->
         return Row(np.asarray(tokenizer.encode(prompt), np.int32), None)
     text = prompt + response[0]
     tokens, mask = _masked(tokenizer, text, [(len(prompt), len(text))], stops, special=True)
-    if not len(tokens) or tokens[-1] not in stops:
+    if tokenizer.eos_token_id is not None and tokens[-1] not in stops:
         tokens, mask = np.append(tokens, np.int32(tokenizer.eos_token_id)), np.append(mask, True)
     return Row(tokens, mask)
 
@@ -121,8 +133,8 @@ def _masked(
     """Tokens of ``text`` and which are responses: those wholly inside a span, and a stop token right behind one."""
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
-            f"its tokenizer ({type(tokenizer).__name__}) does not say which characters a token stands for, so given "
-            "responses cannot be marked; let the target write them (--regenerate)."
+            "the target's tokenizer does not say which characters a token stands for, so given responses cannot be "
+            "marked; let the target write them (--regenerate)."
         )
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
     tokens = np.asarray(encoding.ids, np.int32)
@@ -130,6 +142,8 @@ def _masked(
     response = np.zeros(len(tokens), bool)
     for start, end in spans:
         inside = (begins >= start) & (ends <= end) & (ends > begins)
+        for i in np.flatnonzero((begins < start) & (start < ends) & (ends <= end)):
+            inside[i] = text[begins[i] : start].isspace()  # templates that put a space first leave it to the response
         response |= inside
         if inside.any():
             behind = int(np.flatnonzero(inside)[-1]) + 1

@@ -238,7 +238,7 @@ _WHAT_DIFFERS = {
 def _difference(begun: dict[str, Any], now: dict[str, Any]) -> str | None:
     """The first thing in which two plans differ, in words."""
     for name, value in now["settings"].items():
-        before = begun["settings"].get(name)
+        before = begun.get("settings", {}).get(name)
         if before != value:
             return f"{name} was {before}, now it is {value}"
     return next((words for key, words in _WHAT_DIFFERS.items() if begun.get(key) != now[key]), None)

@@ -96,15 +96,15 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def remove_unfinished(folder: Path) -> None:
     """Remove what a killed process was writing: files under temporary names."""
-    for place in (folder, *(folder / split for split in SPLITS)):
-        for suffix in (".json", ".safetensors"):
-            for file in place.glob(f".*-*{suffix}"):
-                file.unlink()
+    names = [".plan-*.json", ".manifest-*.json", *(f"{split}/.[0-9]*-*.safetensors" for split in SPLITS)]
+    for file in [file for name in names for file in folder.glob(name)]:
+        file.unlink()
 
 
 def count(sequences: Sequences, stops: Iterable[int]) -> dict[str, int]:
     """Sizes of a shard; ``cut`` are sequences whose last response was not ended by the target."""
-    last = sequences.tokens[np.cumsum(sequences.lengths) - 1]
+    responses = np.flatnonzero(sequences.response)
+    last = sequences.tokens[responses[np.searchsorted(responses, np.cumsum(sequences.lengths)) - 1]]
     return {
         "sequences": len(sequences),
         "tokens": len(sequences.tokens),

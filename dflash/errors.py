@@ -19,3 +19,7 @@ class IncompatibleModelsError(DFlashError):
 
 class GenerationError(DFlashError):
     """A request that cannot be served: empty prompt, negative counts, too long."""
+
+
+class DataError(DFlashError):
+    """A file of prompts or a dataset is missing, broken, empty, or belongs to another target."""

@@ -22,7 +22,6 @@ from dflash.training.blocks import block_targets, draw_anchors, position_weights
 from dflash.training.data import Sequences, padded, plan_batches
 from dflash.training.drafter import draft_hidden
 from dflash.training.fit import FitSettings, fit
-from dflash.training.losses import decayed_cross_entropy
 from dflash.training.optimizer import OptimizerSettings, schedule
 from dflash.training.pair import PairSettings
 from dflash.training.settings import SettingsError, from_dict, load_settings
@@ -150,13 +149,6 @@ def test_position_weights_decay_from_one():
     assert weights.shape == (15,)
     assert weights[0] == 1
     assert weights[7].item() == pytest.approx(math.exp(-1))
-
-
-def test_predictions_of_weight_zero_do_not_count():
-    logits, targets = mx.random.normal((6, 9)), mx.array([1, 2, 3, 4, 5, 6])
-    weights = mx.array([1.0, 0.5, 0.0, 0.0, 2.0, 1.0])
-    expected = (nn.losses.cross_entropy(logits, targets) * weights).sum() / weights.sum()
-    assert decayed_cross_entropy(logits, targets, weights).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_quick_maths_equals_mlx_in_values_and_gradients():

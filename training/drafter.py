@@ -6,7 +6,7 @@ architecture, or how a block is decoded.
 Shapes: N sequences, S sequence length, A anchors a sequence, B block size, E hidden size, F feature size.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,14 +17,36 @@ from dflash import DFlashConfig, DFlashDraftModel, DFlashSpeculativeDecoder, Loa
 
 from .arrays import flat
 from .attention import block_attention
-from .blocks import block_targets, draw_anchors, position_weights
+from .blocks import block_targets, draw_anchors, flat_places, position_weights
 from .data import Ints, Sequences, padded, plan_batches
 from .fastmath import swiglu
 from .fit import FitSettings
-from .losses import decayed_cross_entropy
+from .losses import ObjectiveSettings, mean_in_chunks, prediction_losses
 
-Features = Callable[[mx.array], mx.array]
-"""Features ``[N, S, F]`` of ``tokens [N, S]`` from the frozen target."""
+
+@dataclass(frozen=True)
+class TargetPass:
+    """What the frozen target made of ``tokens [N, S]``: features ``[N, S, F]``, final hidden states ``[N, S, E]``.
+
+    Only KL reads the final hidden states. Arrays are lazy, so an objective that does not, does not pay for them.
+    """
+
+    features_NSF: mx.array
+    hidden_NSE: mx.array | None = None
+
+
+ReadTarget = Callable[[mx.array], TargetPass]
+"""One pass of the frozen target over ``tokens [N, S]``."""
+
+
+def target_reader(target: LoadedTargetModel, layer_ids: Sequence[int]) -> ReadTarget:
+    """Passes of any target, by its adapter; the features are those of ``layer_ids``."""
+
+    def read(tokens_NS: mx.array) -> TargetPass:
+        hidden, features = target.forward_hidden(tokens_NS, None, layer_ids)
+        return TargetPass(features, hidden)
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -81,11 +103,16 @@ def build_drafter(
 
 
 def draft_hidden(
-    model: DFlashDraftModel, features_NSF: mx.array, tokens_NS: mx.array, anchors_NA: mx.array
+    model: DFlashDraftModel,
+    features_NSF: mx.array,
+    tokens_NS: mx.array,
+    anchors_NA: mx.array,
+    attention: Callable[..., mx.array] = block_attention,
 ) -> mx.array:
     """Final hidden states ``[N, A, B, E]`` of the blocks at ``anchors_NA``.
 
-    The drafter's own forward, with the blocks of all sequences in one batch and the quick SwiGLU.
+    The drafter's own forward, with the blocks of all sequences in one batch and the quick SwiGLU. Another
+    ``attention`` takes what :func:`~dflash.training.attention.block_attention` takes.
     """
     config, (n, a) = model.config, anchors_NA.shape
     context = model.context(features_NSF)
@@ -95,7 +122,7 @@ def draft_hidden(
     for number, layer in enumerate(model.layers):
         context_keys, context_values = layer.self_attn.keys_values(context, 0)
         attend = partial(
-            block_attention,
+            attention,
             context_keys=context_keys,
             context_values=context_values,
             anchors_NA=anchors_NA,
@@ -108,16 +135,44 @@ def draft_hidden(
     return model.norm(x_BLE).reshape(n, a, config.block_size, -1)
 
 
-def drafter_loss(features: Features, gamma: float) -> Callable[..., mx.array]:
-    """``loss(model, tokens, response, anchors)`` for :func:`~dflash.training.fit.fit`."""
+def drafter_loss(
+    read: ReadTarget,
+    objective: ObjectiveSettings,
+    target_logits: Callable[[mx.array], mx.array] | None = None,
+    attention: Callable[..., mx.array] = block_attention,
+) -> Callable[..., mx.array]:
+    """``loss(model, tokens, response, anchors)`` for :func:`~dflash.training.fit.fit`.
+
+    KL needs ``target_logits``, the target's own head: logits ``[.., V]`` of its final hidden states
+    ``[.., E]``. Position ``i`` of the block at ``a`` is compared with the target's distribution after token
+    ``a + i - 1``. Predictions that do not count cost nothing. Raises ``ValueError`` for KL without the head.
+    """
+    share = objective.share_of_kl
+    if share and target_logits is None:
+        raise ValueError(f"The objective {objective.kind!r} needs the target's head; pass target_logits.")
 
     def loss(model: DFlashDraftModel, tokens_NS: mx.array, response_NS: mx.array, anchors_NA: mx.array) -> mx.array:
-        size = model.config.block_size
-        hidden = draft_hidden(model, mx.stop_gradient(features(tokens_NS)), tokens_NS, anchors_NA)
+        size, target = model.config.block_size, read(tokens_NS)
+        features_NSF = mx.stop_gradient(target.features_NSF)
+        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, attention)[:, :, 1:]
         targets, inside = block_targets(tokens_NS, response_NS, anchors_NA, size)
-        weights = inside * position_weights(size, gamma)
-        logits = model.head(hidden[:, :, 1:].reshape(-1, hidden.shape[-1]))
-        return decayed_cross_entropy(logits, targets.reshape(-1), weights.reshape(-1))
+        weights = inside * position_weights(size, objective.gamma)
+
+        counted = mx.array(np.flatnonzero(np.array(inside)))
+        hidden_TE = hidden.reshape(-1, hidden.shape[-1])[counted]
+        tokens_T, weights_T = targets.reshape(-1)[counted], weights.reshape(-1)[counted]
+        before_TE = None
+        if share:
+            if target.hidden_NSE is None:
+                raise ValueError(f"The objective {objective.kind!r} needs the target's final hidden states.")
+            places_T = flat_places(anchors_NA, tokens_NS.shape[1], size).reshape(-1)[counted]
+            before_TE = mx.stop_gradient(target.hidden_NSE.flatten(0, 1)[places_T - 1])
+
+        def losses(hidden_CE: mx.array, which: slice) -> mx.array:
+            wanted = target_logits(before_TE[which]) if target_logits and before_TE is not None else None
+            return prediction_losses(model.head(hidden_CE), tokens_T[which], wanted, share)
+
+        return mean_in_chunks(losses, hidden_TE, weights_T, objective.chunk)
 
     return loss
 

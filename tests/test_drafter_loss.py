@@ -6,19 +6,23 @@ block keys, every product and norm spelled out, targets and weights found one po
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from models import HIDDEN, LAYERS, draft_config, randomize
+from models import HIDDEN, LAYERS, draft_config, randomize, target
 
 from dflash import DFlashDraftModel
 from dflash.training import attention
-from dflash.training.drafter import TargetPass, drafter_loss
-from dflash.training.losses import ObjectiveSettings
+from dflash.training.bench_step import DenseAttention
+from dflash.training.drafter import TargetPass, drafter_loss, target_reader
+from dflash.training.losses import ObjectiveSettings, forward_kl, prediction_losses
+from dflash.training.settings import SettingsError, from_dict
 
 VOCAB, GAMMA = 29, 3.0
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -27,12 +31,12 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class RandomTarget:
     """An embedding and a head: all that a drafter borrows."""
 
-    hidden_size, vocab_size, num_layers = HIDDEN, VOCAB, LAYERS
+    hidden_size, num_layers = HIDDEN, LAYERS
 
-    def __init__(self, seed: int):
-        keys = mx.random.split(mx.random.key(seed))
-        self.table = mx.random.normal((VOCAB, HIDDEN), key=keys[0])
-        self.matrix = mx.random.normal((VOCAB, HIDDEN), key=keys[1]) * 2 * HIDDEN**-0.5
+    def __init__(self, seed: int, vocab: int = VOCAB):
+        keys, self.vocab_size = mx.random.split(mx.random.key(seed)), vocab
+        self.table = mx.random.normal((vocab, HIDDEN), key=keys[0])
+        self.matrix = mx.random.normal((vocab, HIDDEN), key=keys[1]) * 2 * HIDDEN**-0.5
 
     def embed(self, tokens):
         return self.table[tokens]
@@ -238,3 +242,162 @@ def test_variants_and_objectives_differ_so_that_the_comparison_can_tell_them_apa
     values = [loss_and_gradients(drafter(1, **VARIANTS[name]), documents, objective)[0] for name in names]
     values += [loss_and_gradients(drafter(1), documents, other)[0] for other in OBJECTIVES[1:]]
     assert np.diff(np.sort(values)).min() > 1e-3 * max(values)
+
+
+def test_a_full_piece_of_anchors_and_a_rest_equal_the_dense_implementation():
+    """The piece size as it is, with unsorted anchors that several sequences share pieces for."""
+    rng = np.random.default_rng(3)
+    documents = [
+        document(n, length, [(2, length)], rng.integers(2, length - 1, attention._ANCHORS_AT_ONCE + 3).tolist())
+        for n, length in enumerate((30, 21))
+    ]
+    model = drafter(2, layer_types=(FULL, SLIDING), sliding_window=8)
+    assert_equal(
+        loss_and_gradients(model, documents, OBJECTIVES[2]), dense_loss_and_gradients(model, documents, OBJECTIVES[2])
+    )
+
+
+@pytest.mark.parametrize("variant", ["grouped heads", "sliding and full", "causal in the block"])
+def test_the_dense_mask_of_the_benchmark_makes_the_same_step(variant):
+    model, (arrays, read) = drafter(1, **VARIANTS[variant]), padded(pack_of_three())
+    results = []
+    for scheme in (attention.block_attention, DenseAttention()):
+        loss = drafter_loss(read, OBJECTIVES[0], attention=scheme)
+        value, gradients = nn.value_and_grad(model, loss)(model, *arrays)
+        results.append((value.item(), dict(tree_flatten(gradients))))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: o.kind)
+def test_the_chunk_size_changes_nothing(objective):
+    model, documents = drafter(4), pack_of_three()
+    whole = loss_and_gradients(model, documents, replace(objective, chunk=10_000))
+    for chunk in (1, 7, 64):
+        assert_equal(loss_and_gradients(model, documents, replace(objective, chunk=chunk)), whole, 3e-6)
+
+
+@given(st.integers(0, 99), st.sampled_from(["grouped heads", "sliding and full"]), st.sampled_from(OBJECTIVES))
+@settings(max_examples=10)
+def test_no_document_of_a_pack_changes_the_loss_or_gradients_of_another(seed, variant, objective):
+    """The second document counts for nothing itself, since the target wrote nothing of it."""
+    model, first = drafter(1, **VARIANTS[variant]), pack_of_three()[0]
+    others = [document(100 + seed + i, 33, [], [2, 5, 9, 13, 22, 30, 31]) for i in range(2)]
+    (value, gradients), (other_value, other_gradients) = (
+        loss_and_gradients(model, [first, other], objective) for other in others
+    )
+    assert value == other_value
+    assert all(mx.array_equal(gradients[name], other_gradients[name]) for name in gradients)
+    assert_equal((value, gradients), loss_and_gradients(model, [first], objective), 3e-6)
+
+
+@given(st.integers(0, 99))
+@settings(max_examples=10)
+def test_a_block_sees_nothing_at_its_anchor_or_behind_it(seed):
+    model, d = drafter(1), pack_of_three(seed)[0]
+    d.anchors = d.anchors[:4]  # the last at 22
+    other = document(seed + 50, len(d.tokens), d.spans, d.anchors)
+    changed = replace(d, features=np.concatenate([d.features[:22], other.features[22:]]))
+    value, gradients = loss_and_gradients(model, [d], OBJECTIVES[0])
+    other_value, other_gradients = loss_and_gradients(model, [changed], OBJECTIVES[0])
+    assert value == other_value
+    assert all(mx.array_equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+def test_kl_compares_each_position_with_what_the_target_says_after_the_token_before_it():
+    """With a real target: its own logits, one document at a time, against one reading of the padded pack."""
+    real = target("qwen3", 2, VOCAB)
+    model = randomize(DFlashDraftModel(draft_config(VOCAB, block_size=6)), 1)
+    model.bind(real)
+    documents, wanted = pack_of_three(), []
+    arrays, _ = padded(documents)
+    read = target_reader(real, model.target_layer_ids)
+    loss = drafter_loss(read, ObjectiveSettings("kl", gamma=GAMMA), real.head)(model, *arrays)
+    total, counted = 0.0, 0.0
+    for d in documents:
+        wanted, features = real.forward_with_hidden_states(mx.array([d.tokens]), None, model.target_layer_ids)
+        for anchor in d.anchors:
+            cache = model.make_cache()
+            model.extend_context(features[:, :anchor], cache, mx.array([d.tokens[:anchor]]))
+            drafted = model.propose(mx.array([[d.tokens[anchor]]]), 5, cache).logits
+            for i in range(1, 6):
+                if not d.wrote(anchor + i):
+                    break
+                weight = math.exp(-(i - 1) / GAMMA)
+                p, q = (log_softmax(x) for x in (wanted[0, anchor + i - 1], drafted[0, i - 1]))
+                total, counted = total + weight * (mx.exp(p) * (p - q)).sum().item(), counted + weight
+    assert loss.item() == pytest.approx(total / counted, rel=1e-4)
+
+
+# --- the loss by itself -----------------------------------------------------------------------------------
+
+
+def test_forward_kl_is_zero_for_the_target_itself_and_positive_for_anything_else():
+    logits, other = (mx.random.normal((5, VOCAB), key=mx.random.key(i)) * 4 for i in range(2))
+    assert mx.abs(forward_kl(logits, logits)).max().item() < 1e-5
+    assert forward_kl(logits, other).min().item() > 0.1
+    assert not mx.allclose(forward_kl(logits, other), forward_kl(other, logits), rtol=0.1).item()
+
+
+def test_half_precision_logits_are_scored_in_float32():
+    logits = (mx.random.normal((6, 5000), key=mx.random.key(0)) * 3).astype(mx.bfloat16)
+    tokens = mx.arange(6)
+    exact = prediction_losses(logits.astype(mx.float32), tokens, logits.astype(mx.float32) / 2, 0.5)
+    assert mx.array_equal(prediction_losses(logits, tokens, logits / 2, 0.5), exact)
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "kl"])
+def test_memory_does_not_grow_with_anchors_times_vocabulary(kind):
+    vocab, size, objective = 4096, 16, ObjectiveSettings(kind, chunk=32)
+    config = draft_config(vocab, block_size=size, num_hidden_layers=1, layer_types=())
+    model, real = DFlashDraftModel(config), RandomTarget(0, vocab)
+    model.bind(real)  # type: ignore[arg-type]
+    tokens, response = mx.zeros((1, 200), mx.int32), mx.ones((1, 200), mx.bool_)
+    read = TargetPass(mx.random.normal((1, 200, 3 * HIDDEN)), mx.random.normal((1, 200, HIDDEN)))
+    step = nn.value_and_grad(model, drafter_loss(lambda _: read, objective, real.head))
+
+    def peak(count: int) -> int:
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        mx.eval(step(model, tokens, response, mx.arange(1, count + 1)[None]))
+        return mx.get_peak_memory()
+
+    peak(8)
+    few, many = peak(16), peak(128)
+    one_set_of_logits = 4 * (size - 1) * vocab * (128 - 16)
+    assert many - few < one_set_of_logits / 3
+
+
+def test_attention_memory_does_not_grow_with_anchors_times_context():
+    heads, size, head_size, context = 2, 8, 4, 1000
+
+    def peak(count: int) -> int:
+        q, k, v = (mx.random.normal((count, heads, size, head_size)) for _ in range(3))
+        ck, cv = (mx.random.normal((1, heads, context, head_size)) for _ in range(2))
+        anchors = mx.arange(context - count, context)[None]
+        mx.eval(q, k, v, ck, cv, anchors)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        attend = attention.block_attention
+        mx.eval(mx.grad(lambda *x: attend(*x, anchors).square().sum(), argnums=range(5))(q, k, v, ck, cv))
+        return mx.get_peak_memory()
+
+    few, many = peak(attention._ANCHORS_AT_ONCE), peak(8 * attention._ANCHORS_AT_ONCE)
+    one_set_of_scores = 4 * heads * size * context * 7 * attention._ANCHORS_AT_ONCE
+    assert many - few < one_set_of_scores / 3
+
+
+def test_impossible_objectives_are_refused_by_name():
+    with pytest.raises(SettingsError, match="kind must be cross_entropy, kl or mix, got 'KL'"):
+        ObjectiveSettings("KL")
+    with pytest.raises(SettingsError, match=r"kl_share must be between 0 and 1, got 1\.5"):
+        ObjectiveSettings("mix", kl_share=1.5)
+    with pytest.raises(SettingsError, match="gamma must be above 0, got 0"):
+        ObjectiveSettings(gamma=0)
+    with pytest.raises(SettingsError, match="chunk must be at least 1 prediction, got 0"):
+        from_dict(ObjectiveSettings, {"chunk": 0}, "recipe")
+    with pytest.raises(ValueError, match="needs the target's head"):
+        drafter_loss(lambda _: TargetPass(mx.zeros(1)), ObjectiveSettings("kl"))
+    (tokens, response, anchors), read = padded(pack_of_three())
+    loss = drafter_loss(lambda t: TargetPass(read(t).features_NSF), ObjectiveSettings("mix"), lambda h: h)
+    with pytest.raises(ValueError, match="needs the target's final hidden states"):
+        loss(drafter(), tokens, response, anchors)

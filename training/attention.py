@@ -78,28 +78,29 @@ def context_mask(anchors_NA: mx.array, start: int, stop: int, size: int, window:
 class _Attention:
     """One attention over all pieces. Queries ``[N, K, A, X, D]`` are scaled already."""
 
-    anchors_NA: mx.array
     size: int
     window: int | None
     causal: bool
 
-    def scores(self, piece: _Piece, q_NKMXD: mx.array, k_NKMBD: mx.array, ck_NKSD: mx.array) -> Arrays:
+    def scores(
+        self, piece: _Piece, anchors_NM: mx.array, q_NKMXD: mx.array, k_NKMBD: mx.array, ck_NKSD: mx.array
+    ) -> Arrays:
         """Against the context ``[N, K, M, X, S]`` and inside each block ``[N, K, M, X, B]``, in float32."""
         n, heads, m, x, _ = q_NKMXD.shape
         of_context = _together(q_NKMXD) @ ck_NKSD.swapaxes(-1, -2)
         of_block = q_NKMXD @ k_NKMBD.swapaxes(-1, -2)
         by_position = n, heads, m, x // self.size, self.size, -1
-        some = self.anchors_NA[:, piece.first : piece.last]
-        mask = context_mask(some, piece.start, piece.stop, self.size, self.window)[:, None, :, None]
+        mask = context_mask(anchors_NM, piece.start, piece.stop, self.size, self.window)[:, None, :, None]
         of_context = of_context.astype(mx.float32).reshape(by_position) + mask
         of_block = of_block.astype(mx.float32).reshape(by_position)
         if self.causal:
             of_block = of_block + mx.where(mx.tri(self.size, dtype=mx.bool_), 0.0, _HIDDEN)
         return of_context.reshape(n, heads, m, x, -1), of_block.reshape(n, heads, m, x, -1)
 
-    def forward(self, piece: _Piece, q_NKMXD: mx.array, k: mx.array, v: mx.array, ck: mx.array, cv: mx.array) -> Arrays:
+    def forward(self, piece: _Piece, inputs: Arrays) -> Arrays:
         """Outputs ``[N, K, M, X, D]`` and the logarithm ``[N, K, M, X, 1]`` of each softmax's sum."""
-        of_context, of_block = self.scores(piece, q_NKMXD, k, ck)
+        anchors_NM, q_NKMXD, k, v, ck, cv = inputs
+        of_context, of_block = self.scores(piece, anchors_NM, q_NKMXD, k, ck)
         top = mx.maximum(of_context.max(-1, keepdims=True), of_block.max(-1, keepdims=True))
         of_context, of_block = shifted_exp(of_context, top), shifted_exp(of_block, top)
         total = of_context.sum(-1, keepdims=True) + of_block.sum(-1, keepdims=True)
@@ -107,18 +108,11 @@ class _Attention:
         out = (out + of_block.astype(q_NKMXD.dtype) @ v) / total
         return out.astype(q_NKMXD.dtype), top + mx.log(total)
 
-    def backward(
-        self,
-        piece: _Piece,
-        inputs: Arrays,
-        out_NKMXD: mx.array,
-        log_total: mx.array,
-        d_out_NKMXD: mx.array,
-    ) -> Arrays:
-        """Gradients of the five ``inputs`` of :meth:`forward`."""
-        q_NKMXD, k, v, ck, cv = inputs
-        dtype = q_NKMXD.dtype
-        weights_context, weights_block = (shifted_exp(s, log_total) for s in self.scores(piece, q_NKMXD, k, ck))
+    def backward(self, piece: _Piece, inputs: Arrays, outputs: Arrays, d_out_NKMXD: mx.array) -> Arrays:
+        """Gradients of all ``inputs`` of :meth:`forward` but the anchors, from its ``outputs``."""
+        (anchors_NM, q_NKMXD, k, v, ck, cv), (out_NKMXD, log_total) = inputs, outputs
+        dtype, scores = q_NKMXD.dtype, self.scores(piece, anchors_NM, q_NKMXD, k, ck)
+        weights_context, weights_block = (shifted_exp(s, log_total) for s in scores)
         mean = (out_NKMXD * d_out_NKMXD).astype(mx.float32).sum(-1, keepdims=True)
         q, d_out = _together(q_NKMXD), _together(d_out_NKMXD)
         d_context = (d_out @ cv.swapaxes(-1, -2)).reshape(weights_context.shape)
@@ -157,35 +151,30 @@ def block_attention(
     (n, _), (heads, size, head_size) = anchors_NA.shape, queries.shape[1:]
     groups, context = heads // keys.shape[1], context_keys.shape[2]
     pieces = list(_pieces(np.array(anchors_NA), window))
-    attention = _Attention(anchors_NA, size, window, causal)
+    attention = _Attention(size, window, causal)
 
-    def inputs_of(piece: _Piece, arrays: Arrays) -> Arrays:
-        blocks = (piece.of_blocks(x) for x in arrays[:3])
-        return *blocks, *(piece.of_context(x) for x in arrays[3:])
+    def waiting(done: list[Arrays], piece: _Piece, arrays: Arrays, *of_blocks: mx.array) -> Arrays:
+        """What a piece reads, none of it before the last of ``done`` is computed."""
+        inputs = [anchors_NA[:, piece.first : piece.last], *(piece.of_blocks(x) for x in arrays[:3])]
+        inputs += [*(piece.of_context(x) for x in arrays[3:]), *(piece.of_blocks(x) for x in of_blocks)]
+        return tuple(mx.depends(inputs, list(done[-1])) if done else inputs)
 
     @mx.custom_function
     def attend(*arrays: mx.array) -> Arrays:
         done: list[Arrays] = []
         for piece in pieces:
-            inputs = inputs_of(piece, arrays)
-            if done:
-                inputs = tuple(mx.depends(list(inputs), list(done[-1])))
-            done.append(attention.forward(piece, *inputs))
+            done.append(attention.forward(piece, waiting(done, piece, arrays)))
         return tuple(mx.concatenate(list(results), axis=2) for results in zip(*done, strict=True))
 
     @attend.vjp
     def gradients(arrays: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
         done: list[Arrays] = []
         for piece in pieces:
-            needed = *inputs_of(piece, arrays), *(piece.of_blocks(x) for x in (*outputs, cotangents[0]))
-            if done:
-                needed = tuple(mx.depends(list(needed), list(done[-1])))
-            done.append(attention.backward(piece, needed[:5], *needed[5:]))
-        of_blocks = (mx.concatenate([d[i] for d in done], axis=2) for i in range(3))
-        of_context = (
-            sum(piece.into_context(d[i], context) for piece, d in zip(pieces, done, strict=True)) for i in (3, 4)
-        )
-        return *of_blocks, *cast("Iterator[mx.array]", of_context)
+            *inputs, out, log_total, d_out = waiting(done, piece, arrays, *outputs, cotangents[0])
+            done.append(attention.backward(piece, tuple(inputs), (out, log_total), d_out))
+        of_blocks = [mx.concatenate([d[i] for d in done], axis=2) for i in range(3)]
+        of_context = [[p.into_context(d[i], context) for p, d in zip(pieces, done, strict=True)] for i in (3, 4)]
+        return *of_blocks, *(sum(parts[1:], parts[0]) for parts in of_context)
 
     out, _ = cast(
         Arrays,

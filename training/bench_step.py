@@ -31,9 +31,9 @@ from dflash import DFlashConfig, DFlashDraftModel
 
 from .attention import block_attention
 from .blocks import draw_anchors
-from .cpu import keep_freed_memory
+from .cpu import keep_freed_memory, set_blas_threads
 from .drafter import TargetPass, drafter_loss
-from .fastmath import softmax
+from .fastmath import on_cpu, softmax
 from .losses import ObjectiveSettings
 
 Attention = Callable[..., mx.array]
@@ -197,11 +197,15 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048], metavar="S")
     parser.add_argument("--anchors", type=int, nargs="+", default=[64, 128, 256], metavar="A")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--chunk", type=int, default=2048, help="predictions whose logits exist at once")
+    parser.add_argument(
+        "--chunk", type=int, default=ObjectiveSettings.chunk, help="predictions whose logits exist at once"
+    )
     for name, value in vars(Shape()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     options = parser.parse_args()
     keep_freed_memory()
+    if on_cpu():
+        set_blas_threads(1)  # as in training, where each batch of a step has one core
     shape = Shape(**{name: getattr(options, name) for name in vars(Shape())})
     model = build(shape)
 

@@ -160,19 +160,18 @@ def drafter_loss(
 
         counted = mx.array(np.flatnonzero(np.array(inside)))
         hidden_TE = hidden.reshape(-1, hidden.shape[-1])[counted]
-        tokens_T, weights_T = targets.reshape(-1)[counted], weights.reshape(-1)[counted]
-        before_TE = None
+        others = [targets.reshape(-1)[counted]]
         if share:
             if target.hidden_NSE is None:
                 raise ValueError(f"The objective {objective.kind!r} needs the target's final hidden states.")
-            places_T = flat_places(anchors_NA, tokens_NS.shape[1], size).reshape(-1)[counted]
-            before_TE = mx.stop_gradient(target.hidden_NSE.flatten(0, 1)[places_T - 1])
+            before_T = flat_places(anchors_NA, tokens_NS.shape[1], size).reshape(-1)[counted] - 1
+            others.append(mx.stop_gradient(target.hidden_NSE.flatten(0, 1)[before_T]))
 
-        def losses(hidden_CE: mx.array, which: slice) -> mx.array:
-            wanted = target_logits(before_TE[which]) if target_logits and before_TE is not None else None
-            return prediction_losses(model.head(hidden_CE), tokens_T[which], wanted, share)
+        def losses(hidden_CE: mx.array, tokens_C: mx.array, before_CE: mx.array | None = None) -> mx.array:
+            wanted = target_logits(before_CE) if target_logits and before_CE is not None else None
+            return prediction_losses(model.head(hidden_CE), tokens_C, wanted, share)
 
-        return mean_in_chunks(losses, hidden_TE, weights_T, objective.chunk)
+        return mean_in_chunks(losses, hidden_TE, others, weights.reshape(-1)[counted], objective.chunk)
 
     return loss
 

@@ -5,7 +5,7 @@ Knows logits and weights. Must not know models or where the weights come from.
 Shapes: T predictions, C predictions of a chunk, V vocabulary, E hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,7 +31,7 @@ class ObjectiveSettings:
     kind: str = CROSS_ENTROPY
     kl_share: float = 0.5
     gamma: float = 7.0
-    chunk: int = 2048
+    chunk: int = 512
 
     def __post_init__(self) -> None:
         if self.kind not in (CROSS_ENTROPY, KL, MIX):
@@ -69,33 +69,31 @@ def prediction_losses(
 
 
 def mean_in_chunks(
-    losses: Callable[[mx.array, slice], mx.array], hidden_TE: mx.array, weights_T: mx.array, chunk: int
+    losses: Callable[..., mx.array], hidden_TE: mx.array, others: Sequence[mx.array], weights_T: mx.array, chunk: int
 ) -> mx.array:
-    """Mean, under ``weights_T``, of ``losses(hidden_CE, which)``, called for ``chunk`` predictions at a time.
+    """Mean, under ``weights_T``, of ``losses(hidden_CE, *others)``, called for ``chunk`` predictions at a time.
 
-    ``which`` says which of the predictions they are; a head applied to them inside ``losses`` makes
-    ``[C, V]`` logits, and one chunk's are gone before the next one's are made. Each chunk's gradient is taken
-    together with its losses, so nothing is computed twice, and nothing but ``hidden_TE`` gets a gradient:
-    a trainable head would not learn.
+    ``others`` have a row for each prediction too. A head inside ``losses`` makes ``[C, V]`` logits: one chunk
+    waits for the one before it, so those of a single chunk exist at once. Each chunk's gradient is taken
+    together with its losses, so nothing is computed twice, and nothing but ``hidden_TE`` gets a gradient: a
+    trainable head would not learn.
     """
     shares_T = weights_T / weights_T.sum()
 
     @mx.custom_function
     def total(hidden_TE: mx.array) -> tuple[mx.array, mx.array]:
-        value, gradients = mx.array(0.0), list[mx.array]()
+        done: list[tuple[mx.array, mx.array]] = []
         for start in range(0, hidden_TE.shape[0], chunk):
-            which = slice(start, start + chunk)
-            hidden_CE = hidden_TE[which]
-            if gradients:
-                hidden_CE = mx.depends(hidden_CE, gradients[-1])
+            # All of it waits for all of the last chunk: what does not would be made, or kept, for every chunk.
+            rows = [array[start : start + chunk] for array in (hidden_TE, shares_T, *others)]
+            hidden_CE, *rest = mx.depends(rows, list(done[-1])) if done else rows
 
-            def of_chunk(hidden_CE: mx.array, which: slice = which) -> mx.array:
-                return (losses(hidden_CE, which) * shares_T[which]).sum()
+            def of_chunk(hidden_CE: mx.array, shares_C: mx.array, *others: mx.array) -> mx.array:
+                return (losses(hidden_CE, *others) * shares_C).sum()
 
-            part, gradient = mx.value_and_grad(of_chunk)(hidden_CE)
-            value = value + part
-            gradients.append(gradient)
-        return value, mx.concatenate(gradients)
+            done.append(mx.value_and_grad(of_chunk)(hidden_CE, *rest))
+        values, gradients = zip(*done, strict=True)
+        return mx.stack(values).sum(), mx.concatenate(gradients)
 
     @total.vjp
     def scaled(_: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:

@@ -4,6 +4,7 @@ The dense one takes each document of a pack by itself, without padding: one expl
 block keys, every product and norm spelled out, targets and weights found one position at a time.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,11 @@ from models import HIDDEN, LAYERS, draft_config, randomize, target
 from dflash import DFlashDraftModel
 from dflash.training import attention
 from dflash.training.bench_step import DenseAttention
-from dflash.training.drafter import TargetPass, drafter_loss, target_reader
+from dflash.training.data import Sequences
+from dflash.training.drafter import DrafterSettings, TargetPass, drafter_batches, drafter_loss, target_reader
+from dflash.training.fit import FitSettings, fit
 from dflash.training.losses import ObjectiveSettings, forward_kl, prediction_losses
+from dflash.training.optimizer import OptimizerSettings
 from dflash.training.settings import SettingsError, from_dict
 
 VOCAB, GAMMA = 29, 3.0
@@ -328,6 +332,21 @@ def test_kl_compares_each_position_with_what_the_target_says_after_the_token_bef
     assert loss.item() == pytest.approx(total / counted, rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["cross_entropy", "kl"])
+def test_a_drafter_learns_a_text_that_repeats_itself(kind, tmp_path):
+    """Through the training loop, with two batches of a step side by side on threads."""
+    text = [t % 7 for t in range(50)]
+    sequences = Sequences.from_lists([text[i : i + 3] for i in range(4)], [text[i + 3 : i + 40] for i in range(4)])
+    real, model = target("qwen3", 2, VOCAB), randomize(DFlashDraftModel(draft_config(VOCAB, block_size=6)), 1)
+    model.bind(real)
+    fitting = FitSettings(steps=20, batches_per_step=2, log_every=5, optimizer=OptimizerSettings(decay_steps=5))
+    batches = drafter_batches(sequences, DrafterSettings(fitting, anchors=8, batch_tokens=80))
+    loss = drafter_loss(target_reader(real, model.target_layer_ids), ObjectiveSettings(kind), real.head)
+    fit(model, batches, loss, fitting, tmp_path)
+    logged = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert logged[-1] < 0.5 * logged[0]
+
+
 # --- the loss by itself -----------------------------------------------------------------------------------
 
 
@@ -347,7 +366,7 @@ def test_half_precision_logits_are_scored_in_float32():
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "kl"])
 def test_memory_does_not_grow_with_anchors_times_vocabulary(kind):
-    vocab, size, objective = 4096, 16, ObjectiveSettings(kind, chunk=32)
+    vocab, size, objective = 8192, 16, ObjectiveSettings(kind, chunk=32)
     config = draft_config(vocab, block_size=size, num_hidden_layers=1, layer_types=())
     model, real = DFlashDraftModel(config), RandomTarget(0, vocab)
     model.bind(real)  # type: ignore[arg-type]

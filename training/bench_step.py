@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -175,7 +176,7 @@ def measure(run: Callable[[Attention], mx.array], attention: Attention) -> Measu
     mx.reset_peak_memory()
     started = time.perf_counter()
     loss = run(attention)
-    return Measured(time.perf_counter() - started, mx.get_peak_memory(), float(loss.item()))
+    return Measured(time.perf_counter() - started, mx.get_peak_memory(), cast(float, loss.item()))
 
 
 def in_turns(run: Callable[[Attention], mx.array], repeats: int) -> Iterator[tuple[Measured, Measured]]:

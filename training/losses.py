@@ -92,8 +92,7 @@ def mean_in_chunks(
                 return (losses(hidden_CE, *others) * shares_C).sum()
 
             done.append(mx.value_and_grad(of_chunk)(hidden_CE, *rest))
-        values, gradients = zip(*done, strict=True)
-        return mx.stack(values).sum(), mx.concatenate(gradients)
+        return mx.stack([value for value, _ in done]).sum(), mx.concatenate([gradient for _, gradient in done])
 
     @total.vjp
     def scaled(_: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:

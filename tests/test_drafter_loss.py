@@ -20,7 +20,7 @@ from models import HIDDEN, LAYERS, draft_config, randomize, target
 
 from dflash import DFlashDraftModel
 from dflash.training import attention
-from dflash.training.bench_step import DenseAttention
+from dflash.training.bench_step import DenseAttention, Shape, build, in_turns, step
 from dflash.training.data import Sequences
 from dflash.training.drafter import DrafterSettings, TargetPass, drafter_batches, drafter_loss, target_reader
 from dflash.training.fit import FitSettings, fit
@@ -261,15 +261,45 @@ def test_a_full_piece_of_anchors_and_a_rest_equal_the_dense_implementation():
     )
 
 
-@pytest.mark.parametrize("variant", ["grouped heads", "sliding and full", "causal in the block"])
-def test_the_dense_mask_of_the_benchmark_makes_the_same_step(variant):
-    model, (arrays, read) = drafter(1, **VARIANTS[variant]), padded(pack_of_three())
-    results = []
-    for scheme in (attention.block_attention, DenseAttention()):
-        loss = drafter_loss(read, OBJECTIVES[0], attention=scheme)
-        value, gradients = nn.value_and_grad(model, loss)(model, *arrays)
-        results.append((value.item(), dict(tree_flatten(gradients))))
-    assert_equal(*results)
+def random_attention(dtype=mx.float32):
+    """Queries, keys and values of 2 sequences' 3 blocks of 4, of their contexts of 13, and unsorted anchors."""
+    shapes = [(6, 4, 4, 8), (6, 2, 4, 8), (6, 2, 4, 8), (2, 2, 13, 8), (2, 2, 13, 8)]
+    arrays = [mx.random.normal(s, key=mx.random.key(i)).astype(dtype) for i, s in enumerate(shapes)]
+    return arrays, mx.array([[2, 7, 7], [1, 12, 5]])
+
+
+def attention_and_gradients(scheme, arrays, anchors, *kind):
+    weight = mx.random.normal(arrays[0].shape, key=mx.random.key(9))
+    out = scheme(*arrays, anchors, *kind)
+    return out, *mx.grad(lambda *x: (scheme(*x, anchors, *kind) * weight).sum(), argnums=range(5))(*arrays)
+
+
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (None, True), (5, False), (5, True), (1, True)])
+def test_the_dense_mask_of_the_benchmark_is_the_same_attention(window, causal, monkeypatch):
+    monkeypatch.setattr(attention, "_ANCHORS_AT_ONCE", 2)
+    both = [
+        attention_and_gradients(scheme, *random_attention(), window, causal)
+        for scheme in (attention.block_attention, DenseAttention())
+    ]
+    for mine, dense in zip(*both, strict=True):
+        assert mx.abs(mine - dense).max() < 1e-5
+
+
+def test_attention_in_half_precision_keeps_its_type_and_sums_in_float32():
+    arrays, anchors = random_attention(mx.bfloat16)
+    mine = attention_and_gradients(attention.block_attention, arrays, anchors)
+    exact = attention_and_gradients(attention.block_attention, [x.astype(mx.float32) for x in arrays], anchors)
+    for half, full in zip(mine, exact, strict=True):
+        assert half.dtype == mx.bfloat16
+        assert relative_difference(half.astype(mx.float32), full) < 0.01
+
+
+def test_the_benchmark_takes_the_same_step_on_both_sides():
+    tiny = Shape(hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=48, vocab_size=50)
+    ((ours, dense),) = in_turns(step(build(tiny), context=60, anchors=20, chunk=64), repeats=1)
+    assert ours.loss == pytest.approx(dense.loss, rel=1e-5)
+    assert ours.peak < dense.peak
+    assert min(ours.seconds, dense.seconds) > 0
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: o.kind)

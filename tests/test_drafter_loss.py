@@ -310,6 +310,21 @@ def test_the_chunk_size_changes_nothing(objective):
         assert_equal(loss_and_gradients(model, documents, replace(objective, chunk=chunk)), whole, 3e-6)
 
 
+def test_gradient_checkpointing_changes_nothing_but_memory():
+    documents = [document(0, 200, [(1, 200)], list(range(10, 160)))]
+    model, (arrays, read), results = drafter(4, num_hidden_layers=12), padded(documents), []
+    for grad_checkpoint in (False, True):
+        step = nn.value_and_grad(model, drafter_loss(read, OBJECTIVES[0], grad_checkpoint=grad_checkpoint))
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        value, gradients = step(model, *arrays)
+        mx.eval(value, gradients)
+        results.append((value.item(), dict(tree_flatten(gradients)), mx.get_peak_memory()))
+    (*plain, most), (*again, less) = results
+    assert_equal(again, plain, 3e-6)
+    assert less < 0.7 * most
+
+
 @given(st.integers(0, 99), st.sampled_from(["grouped heads", "sliding and full"]), st.sampled_from(OBJECTIVES))
 @settings(max_examples=10)
 def test_no_document_of_a_pack_changes_the_loss_or_gradients_of_another(seed, variant, objective):

@@ -33,11 +33,9 @@ from dflash import DFlashConfig, DFlashDraftModel
 from .attention import block_attention
 from .blocks import draw_anchors
 from .cpu import keep_freed_memory, set_blas_threads
-from .drafter import TargetPass, drafter_loss
+from .drafter import BlockAttention, TargetPass, drafter_loss
 from .fastmath import on_cpu, softmax
 from .losses import ObjectiveSettings
-
-Attention = Callable[..., mx.array]
 
 
 def dense_mask(anchors_NA: mx.array, context: int, size: int, window: int | None, causal: bool) -> mx.array:
@@ -142,7 +140,7 @@ def build(shape: Shape) -> DFlashDraftModel:
     return model
 
 
-def step(model: DFlashDraftModel, context: int, anchors: int, chunk: int) -> Callable[[Attention], mx.array]:
+def step(model: DFlashDraftModel, context: int, anchors: int, chunk: int) -> Callable[[BlockAttention], mx.array]:
     """``run(attention)``: loss and gradients on one sequence, whose response is all but its first eighth."""
     config, rng = model.config, np.random.default_rng(0)
     tokens = mx.array(rng.integers(0, config.vocab_size, (1, context)))
@@ -151,7 +149,7 @@ def step(model: DFlashDraftModel, context: int, anchors: int, chunk: int) -> Cal
     arrays = tokens, mx.array(response), mx.array(draw_anchors(response, anchors, rng))
     mx.eval(features, arrays)
 
-    def run(attention: Attention) -> mx.array:
+    def run(attention: BlockAttention) -> mx.array:
         loss = drafter_loss(lambda _: TargetPass(features), ObjectiveSettings(chunk=chunk), attention=attention)
         value, gradients = nn.value_and_grad(model, loss)(model, *arrays)
         mx.eval(value, gradients)
@@ -169,7 +167,7 @@ class Measured:
     loss: float
 
 
-def measure(run: Callable[[Attention], mx.array], attention: Attention) -> Measured:
+def measure(run: Callable[[BlockAttention], mx.array], attention: BlockAttention) -> Measured:
     """One step, from a clean peak."""
     gc.collect()
     mx.clear_cache()
@@ -179,7 +177,7 @@ def measure(run: Callable[[Attention], mx.array], attention: Attention) -> Measu
     return Measured(time.perf_counter() - started, mx.get_peak_memory(), cast(float, loss.item()))
 
 
-def in_turns(run: Callable[[Attention], mx.array], repeats: int) -> Iterator[tuple[Measured, Measured]]:
+def in_turns(run: Callable[[BlockAttention], mx.array], repeats: int) -> Iterator[tuple[Measured, Measured]]:
     """Pairs of this scheme and the dense mask, the first to go changing; more than one come after a warm-up."""
     for i in range(-1 if repeats > 1 else 0, repeats):
         if i % 2:

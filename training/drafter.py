@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from dflash import DFlashConfig, DFlashDraftModel, DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash.drafter import DraftLayer
 
 from .arrays import flat
 from .attention import block_attention
@@ -37,6 +39,9 @@ class TargetPass:
 
 ReadTarget = Callable[[mx.array], TargetPass]
 """One pass of the frozen target over ``tokens [N, S]``."""
+
+BlockAttention = Callable[..., mx.array]
+"""Takes and returns what :func:`~dflash.training.attention.block_attention` does."""
 
 
 def target_reader(target: LoadedTargetModel, layer_ids: Sequence[int]) -> ReadTarget:
@@ -107,20 +112,21 @@ def draft_hidden(
     features_NSF: mx.array,
     tokens_NS: mx.array,
     anchors_NA: mx.array,
-    attention: Callable[..., mx.array] = block_attention,
+    attention: BlockAttention = block_attention,
+    grad_checkpoint: bool = False,
 ) -> mx.array:
     """Final hidden states ``[N, A, B, E]`` of the blocks at ``anchors_NA``.
 
-    The drafter's own forward, with the blocks of all sequences in one batch and the quick SwiGLU. Another
-    ``attention`` takes what :func:`~dflash.training.attention.block_attention` takes.
+    The drafter's own forward, with the blocks of all sequences in one batch and the quick SwiGLU. With
+    ``grad_checkpoint`` the backward pass computes each layer again instead of keeping what is inside it.
     """
     config, (n, a) = model.config, anchors_NA.shape
-    context = model.context(features_NSF)
+    context_NSE = model.context(features_NSF)
     anchor_tokens = mx.take_along_axis(tokens_NS, anchors_NA, axis=1).reshape(-1)
     x_BLE = model.block_inputs(anchor_tokens)
-    offsets = anchors_NA.reshape(-1)
-    for number, layer in enumerate(model.layers):
-        context_keys, context_values = layer.self_attn.keys_values(context, 0)
+
+    def forward(number: int, layer: DraftLayer, x_BLE: mx.array, context_NSE: mx.array) -> mx.array:
+        context_keys, context_values = layer.self_attn.keys_values(context_NSE, 0)
         attend = partial(
             attention,
             context_keys=context_keys,
@@ -129,9 +135,13 @@ def draft_hidden(
             window=config.window(number),
             causal=config.causal_in_block(number),
         )
-        x_BLE = x_BLE + layer.self_attn(layer.input_layernorm(x_BLE), offsets, attend)
+        x_BLE = x_BLE + layer.self_attn(layer.input_layernorm(x_BLE), anchors_NA.reshape(-1), attend)
         y_BLE, mlp = layer.post_attention_layernorm(x_BLE), layer.mlp
-        x_BLE = x_BLE + mlp.down_proj(swiglu(mlp.gate_proj(y_BLE), mlp.up_proj(y_BLE)))
+        return x_BLE + mlp.down_proj(swiglu(mlp.gate_proj(y_BLE), mlp.up_proj(y_BLE)))
+
+    for number, layer in enumerate(model.layers):
+        run = partial(forward, number, layer)
+        x_BLE = (nn.utils.checkpoint(layer, run) if grad_checkpoint else run)(x_BLE, context_NSE)
     return model.norm(x_BLE).reshape(n, a, config.block_size, -1)
 
 
@@ -139,13 +149,15 @@ def drafter_loss(
     read: ReadTarget,
     objective: ObjectiveSettings,
     target_logits: Callable[[mx.array], mx.array] | None = None,
-    attention: Callable[..., mx.array] = block_attention,
+    attention: BlockAttention = block_attention,
+    grad_checkpoint: bool = False,
 ) -> Callable[..., mx.array]:
     """``loss(model, tokens, response, anchors)`` for :func:`~dflash.training.fit.fit`.
 
     KL needs ``target_logits``, the target's own head: logits ``[.., V]`` of its final hidden states
     ``[.., E]``. Position ``i`` of the block at ``a`` is compared with the target's distribution after token
-    ``a + i - 1``. Predictions that do not count cost nothing. Raises ``ValueError`` for KL without the head.
+    ``a + i - 1``. Predictions that do not count cost nothing. ``attention`` and ``grad_checkpoint`` are as in
+    :func:`draft_hidden`. Raises ``ValueError`` for KL without the head.
     """
     share = objective.share_of_kl
     if share and target_logits is None:
@@ -154,7 +166,7 @@ def drafter_loss(
     def loss(model: DFlashDraftModel, tokens_NS: mx.array, response_NS: mx.array, anchors_NA: mx.array) -> mx.array:
         size, target = model.config.block_size, read(tokens_NS)
         features_NSF = mx.stop_gradient(target.features_NSF)
-        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, attention)[:, :, 1:]
+        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, attention, grad_checkpoint)[:, :, 1:]
         targets, inside = block_targets(tokens_NS, response_NS, anchors_NA, size)
         weights = inside * position_weights(size, objective.gamma)
 

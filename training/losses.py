@@ -35,13 +35,13 @@ class ObjectiveSettings:
 
     def __post_init__(self) -> None:
         if self.kind not in (CROSS_ENTROPY, KL, MIX):
-            raise SettingsError(f"objective: kind must be {CROSS_ENTROPY}, {KL} or {MIX}, got {self.kind!r}.")
+            raise SettingsError(f"kind must be {CROSS_ENTROPY}, {KL} or {MIX}, got {self.kind!r}.")
         if not 0 <= self.kl_share <= 1:
-            raise SettingsError(f"objective: kl_share must be between 0 and 1, got {self.kl_share!r}.")
+            raise SettingsError(f"kl_share must be between 0 and 1, got {self.kl_share!r}.")
         if not self.gamma > 0:
-            raise SettingsError(f"objective: gamma must be above 0, got {self.gamma!r}.")
+            raise SettingsError(f"gamma must be above 0, got {self.gamma!r}.")
         if self.chunk < 1:
-            raise SettingsError(f"objective: chunk must be at least 1 prediction, got {self.chunk!r}.")
+            raise SettingsError(f"chunk must be at least 1 prediction, got {self.chunk!r}.")
 
     @property
     def share_of_kl(self) -> float:

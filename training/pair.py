@@ -25,8 +25,9 @@ from dflash.files import write_whole
 from .answers import AnswersSettings, answer_from_guesses, write_answers
 from .cpu import keep_freed_memory
 from .data import Sequences
-from .drafter import DrafterSettings, acceptance_length, build_drafter, drafter_batches, drafter_loss
+from .drafter import DrafterSettings, TargetPass, acceptance_length, build_drafter, drafter_batches, drafter_loss
 from .fit import fit
+from .losses import ObjectiveSettings
 from .settings import load_settings
 from .target import (
     TargetSettings,
@@ -162,7 +163,7 @@ def drafter_stage(settings: PairSettings, tokenizer: Tokenizer) -> None:
     fit(
         model,
         drafter_batches(answers, settings.drafter),
-        drafter_loss(features_of, settings.drafter.gamma),
+        drafter_loss(lambda tokens: TargetPass(features_of(tokens)), ObjectiveSettings(gamma=settings.drafter.gamma)),
         settings.drafter.fit,
         settings.work / "fit-drafter",
         evaluate,

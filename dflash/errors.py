@@ -19,3 +19,7 @@ class IncompatibleModelsError(DFlashError):
 
 class GenerationError(DFlashError):
     """A request that cannot be served: empty prompt, negative counts, too long."""
+
+
+class TrainingError(DFlashError):
+    """Training cannot start or go on: unusable data, a loss that blew up, another recipe's run, a lost rank."""

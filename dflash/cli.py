@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from .cli_adapters import app as adapters_app
+from .cli_train import add_commands
 from .errors import DFlashError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(adapters_app, name="adapters")
+add_commands(app)
 
 Target = Annotated[
     str | None, typer.Option(metavar="PATH|HUB", help="Folder or hub name of the target. Default: the pair that ships.")

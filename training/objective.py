@@ -1,0 +1,34 @@
+"""From a recipe's objective to the loss of a batch whose features are there already.
+
+Knows how :func:`~dflash.training.drafter.drafter_loss` is called. Must not know recipes or targets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from dflash import DFlashDraftModel
+
+from .drafter import drafter_loss
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """Cross-entropy on the target's tokens; ``gamma`` says how fast the weight of later positions decays."""
+
+    gamma: float = 7.0
+
+
+def batch_loss(objective: ObjectiveSettings, dtype: mx.Dtype) -> Callable[..., mx.array]:
+    """``loss(model, tokens, response, anchors, features)``, computed in ``dtype``; weights keep their own."""
+
+    def loss(
+        model: DFlashDraftModel, tokens: mx.array, response: mx.array, anchors: mx.array, features: mx.array
+    ) -> mx.array:
+        model.update(tree_map(lambda weight: weight.astype(dtype), model.trainable_parameters()))
+        of_batch = drafter_loss(lambda _: features.astype(dtype), objective.gamma)
+        return of_batch(model, tokens, response, anchors)
+
+    return loss

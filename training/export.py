@@ -18,6 +18,9 @@ from .checkpoints import BEST, read_results, read_weights
 
 logger = logging.getLogger(__name__)
 
+EXPORTED = ("model.safetensors", "config.json", "README.md")
+"""The files of a finished drafter."""
+
 CARD = """---
 library_name: mlx
 {base}tags:

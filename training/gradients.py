@@ -55,6 +55,7 @@ class MeanGradient:
     def _results(self, parameters: Any, wave: list[Batch]) -> list[tuple[mx.array, Any]]:
         if self.pool is None:
             return [_value_and_gradient(self.loss, parameters, self.models[0], wave[0])]
+        mx.eval(parameters, wave)  # what is not computed yet belongs to this thread's stream
         set_blas_threads(1)
         try:
             return list(self.pool.map(partial(self._in_thread, parameters), self.models, wave))

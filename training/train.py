@@ -20,14 +20,15 @@ from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
 from dflash.backend import compute_dtype
 from dflash.errors import TrainingError
-from dflash.files import read_json, write_whole
+from dflash.files import read_json, remove_unfinished, write_whole
 
 from .batches import Batches
+from .checkpoints import BEST, LOG, STATE
 from .cpu import keep_freed_memory
 from .data import Sequences
 from .drafter import DrafterSettings, build_drafter
 from .evaluate import heldout_prompts, measure
-from .export import export
+from .export import EXPORTED, export
 from .fit import FitSettings, fit
 from .objective import batch_loss
 from .ranks import Ranks
@@ -221,9 +222,8 @@ def claim(folder: Path, identity: dict[str, Any]) -> None:
                 f"{folder} belongs to a run with {key} {before!r}, this recipe has {now!r}. "
                 "Set another run.folder, or remove that one."
             )
-    for part in (folder, folder / FINISHED):
-        for leftover in part.glob(".*-*"):  # temporary files of a process that was killed while it wrote
-            leftover.unlink()
+    for name in (RECIPE, CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
+        remove_unfinished(folder / name)
     write_whole(path, lambda file: file.write_text(json.dumps(identity, indent=2) + "\n"))
 
 

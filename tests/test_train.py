@@ -287,6 +287,16 @@ def test_every_epoch_has_every_sequence_once_and_other_anchors(folder):
     assert mx.array_equal(batches(3)[2], batches(3)[2])
 
 
+def test_a_batch_has_no_more_blocks_than_asked_for_but_one_a_sequence(folder):
+    sequences = open_dataset(folder / "data", "train", None)
+    for limit in (1, 7, 30):
+        batches = Batches(sequences, DataSettings(folder, 40, 80, anchors=9, batch_blocks=limit), epochs=1)
+        for i in range(len(batches)):
+            sequences_in, per_sequence = batches(i)[2].shape
+            assert sequences_in * per_sequence <= max(limit, sequences_in)
+            assert per_sequence <= 9
+
+
 def test_a_missing_dataset_is_one_line(folder):
     answer = invoke("train", write_recipe(folder), "--set", f"data.folder={folder / 'nothing'}")
     assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)

@@ -51,8 +51,8 @@ def usable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
 class Batches:
     """``batches(number)`` gives tokens, response mask ``[N, S]`` and anchors ``[N, A]``; epoch after epoch.
 
-    ``A`` is ``settings.anchors``, or what the batch's longest response offers if that is less. ``len`` is
-    the number of batches in ``epochs``, or the least number of whole epochs that holds ``at_least``.
+    ``A`` is the least of ``settings.anchors``, what the batch's longest response offers, and an even share of
+    ``settings.batch_blocks``. ``len`` is the number of batches in ``epochs``, or the least number of whole epochs that holds ``at_least``.
     """
 
     def __init__(self, sequences: Sequences, settings: DataSettings, epochs: int, at_least: int | None = None):
@@ -71,7 +71,8 @@ class Batches:
     def __call__(self, number: int) -> tuple[mx.array, mx.array, mx.array]:
         rows = self._plan[number]
         tokens, response = padded(self.sequences, rows, self._starts)
-        count = min(self.settings.anchors, int(self._offers[rows].max()))
+        share = max(1, self.settings.batch_blocks // len(rows))
+        count = min(self.settings.anchors, int(self._offers[rows].max()), share)
         anchors = draw_anchors(response, count, np.random.default_rng([self.settings.seed, number]))
         return mx.array(tokens), mx.array(response), mx.array(anchors)
 

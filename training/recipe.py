@@ -22,17 +22,19 @@ class DataSettings:
     """Which dataset (a folder made by ``dflash prepare``) and how it is put into batches.
 
     Sequences of more than ``max_length`` tokens are left out. A batch holds whole sequences, at most
-    ``batch_tokens`` tokens with padding; each gets up to ``anchors`` blocks, drawn anew in every epoch.
+    ``batch_tokens`` tokens with padding. Each gets up to ``anchors`` blocks, drawn anew in every epoch, and
+    all together at most ``batch_blocks`` (but one each), which bounds the memory of a batch of many short ones.
     """
 
     folder: Path
     max_length: int = 3072
     batch_tokens: int = 3072
     anchors: int = 512
+    batch_blocks: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, "max_length", "batch_tokens", "anchors")
+        _positive(self, "max_length", "batch_tokens", "anchors", "batch_blocks")
         require(
             self.batch_tokens >= self.max_length,
             f"batch_tokens {self.batch_tokens} cannot hold a sequence of max_length {self.max_length}.",

@@ -52,7 +52,8 @@ class Batches:
     """``batches(number)`` gives tokens, response mask ``[N, S]`` and anchors ``[N, A]``; epoch after epoch.
 
     ``A`` is the least of ``settings.anchors``, what the batch's longest response offers, and an even share of
-    ``settings.batch_blocks``. ``len`` is the number of batches in ``epochs``, or the least number of whole epochs that holds ``at_least``.
+    ``settings.batch_blocks``. ``len`` is the number of batches in ``epochs``, or in as many whole epochs as
+    hold ``at_least``.
     """
 
     def __init__(self, sequences: Sequences, settings: DataSettings, epochs: int, at_least: int | None = None):

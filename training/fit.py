@@ -17,15 +17,17 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from tqdm import tqdm
 
 from dflash.errors import TrainingError
 
+from .arrays import flat, nested
 from .checkpoints import STATE, Best, cut_log, load_checkpoint, save_checkpoint, write_log
 from .gradients import Batch, Loss, MeanGradient
 from .interrupt import Interrupt
 from .optimizer import AdamWSettings, MuonSettings, Optimizer
-from .ranks import Ranks
+from .ranks import PeerLostError, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +81,10 @@ def fit(
     ranks = ranks or Ranks()
     folder.mkdir(parents=True, exist_ok=True)
     optimizer = Optimizer(model.trainable_parameters(), settings.optimizer)
-    done, losses = load_checkpoint(folder / STATE, model, optimizer)
+    done, losses = load_checkpoint(folder / STATE, model, optimizer) if ranks.writes else (0, [])
+    done, losses = _all_start_alike(ranks, model, optimizer, done, losses)
     recent = deque(losses, maxlen=max(_RECENT, settings.log_every))
-    best = Best(folder, score) if score is not None else None
+    best = Best(folder, score) if score is not None and ranks.writes else None
     if done:
         logger.info("Continuing %s at step %d of %d.", folder, done, settings.steps)
     if ranks.writes:
@@ -97,19 +100,26 @@ def fit(
             numbers = range(step * size, (step + 1) * size)
             parameters = model.trainable_parameters()
             own, gradients = mean_gradient(parameters, (clock.counted(batch(n)) for n in ranks.share(numbers)))
-            values = ranks.joined(own)
+            try:
+                values, stop = ranks.joined(own), ranks.any(interrupt.asked)
+                gradients = ranks.average(gradients)
+            except PeerLostError:
+                if ranks.writes:
+                    save_checkpoint(folder / STATE, step, model, optimizer, list(recent))
+                    logger.info("Saved the state after step %d of %d.", step, settings.steps)
+                raise
             _check_losses(values, recent, settings.explosion, [name_batch(n) for n in numbers], step)
             share = settings.optimizer.share(step, settings.steps)
-            updated, norm = optimizer.update(parameters, ranks.average(gradients), share)
+            updated, norm = optimizer.update(parameters, gradients, share)
             mx.eval(norm, updated, optimizer.inner.state)
             if not math.isfinite(norm):
                 names = ", ".join(name_batch(n) for n in numbers)
                 raise TrainingError(f"The gradient is {float(norm)} at step {step + 1}, in {names}.{_KEPT}")
             model.update(updated)
-            recent.append(sum(values) / size)
+            recent.append(float(np.float32(sum(values) / size)))  # so that every rank has the same
             bar.set_postfix(loss=f"{recent[-1]:.3f}", refresh=False)
 
-            last, stop = step + 1 == settings.steps, ranks.any(interrupt.asked)
+            last = step + 1 == settings.steps
             if ranks.writes and (last or (step + 1) % settings.log_every == 0):
                 window = list(recent)[-((step % settings.log_every) + 1) :]
                 speed = clock.tokens_per_second() * ranks.size
@@ -121,13 +131,25 @@ def fit(
                     results = evaluate()
                 if ranks.writes:
                     write_log(folder, step + 1, **results)
-                    if best is not None:
-                        best.offer(step + 1, model, results)
+                if best is not None:
+                    best.offer(step + 1, model, results)
             if ranks.writes and (last or stop or (step + 1) % settings.checkpoint_every == 0):
                 save_checkpoint(folder / STATE, step + 1, model, optimizer, list(recent))
             if stop and not last:
                 logger.info("Stopped at step %d of %d; the same command continues.", step + 1, settings.steps)
                 raise KeyboardInterrupt
+
+
+def _all_start_alike(
+    ranks: Ranks, model: nn.Module, optimizer: Optimizer, done: int, losses: list[float]
+) -> tuple[int, list[float]]:
+    """Rank 0's weights, optimiser state, steps done and recent losses; only it may have the run's folder."""
+    if ranks.size == 1:
+        return done, losses
+    done, count = (int(n) for n in ranks.joined([done, len(losses)])[:: ranks.size])
+    model.update(nested(ranks.from_first(flat(model.trainable_parameters()))))
+    optimizer.state = ranks.from_first(optimizer.state)
+    return done, ranks.joined(losses if ranks.rank == 0 else [0.0] * count)[:: ranks.size]
 
 
 _KEPT = " The last checkpoint is from before it; lower the learning rate, or take the sequences out."

@@ -58,7 +58,7 @@ def train(recipe: Recipe) -> Path:
     the step is saved.
     """
     keep_freed_memory()
-    ranks = Ranks.joined_run()
+    ranks = Ranks.of_this_run(recipe.run.peer_timeout)
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
     batches = Batches(sequences, recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe))
@@ -67,10 +67,11 @@ def train(recipe: Recipe) -> Path:
     drafter = new_drafter(recipe.drafter, target)
 
     folder = recipe.run.folder
+    identity = {"recipe": to_dict(recipe), "dataset": fingerprint(sequences)}
+    ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
     if ranks.writes:
-        claim(folder, {"recipe": to_dict(recipe), "dataset": fingerprint(sequences)})
+        claim(folder, identity)
         write_whole(folder / CONFIG, lambda file: file.write_text(json.dumps(drafter.config.to_dict(), indent=2)))
-    ranks.wait()  # the others must not read the folder before it is this recipe's
     logger.info(
         "%d sequences, %d batches, %d steps on %s, %d process(es).",
         len(batches.sequences),

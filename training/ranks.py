@@ -90,9 +90,11 @@ class Ranks:
         if self.group is None:
             return arrays
         with self._exchange():
-            own = arrays if self.rank == 0 else {name: mx.zeros_like(value) for name, value in arrays.items()}
-            sent = {name: mx.distributed.all_sum(value, group=self.group) for name, value in own.items()}
-            mx.eval(sent)
+            sent = {}
+            for name in sorted(arrays):  # in the same order everywhere; a file's is not a new optimiser's
+                own = arrays[name] if self.rank == 0 else mx.zeros_like(arrays[name])
+                sent[name] = mx.distributed.all_sum(own, group=self.group)
+                mx.eval(sent[name])
             return sent
 
     def added(self, part: Acceptance) -> Acceptance:

@@ -75,6 +75,8 @@ def evaluate(
     tokens = [loaded.build_prompt(request.text, chat) for request in requests]
     bar = tqdm(tokens, unit="prompt", disable=None)
     results = {"prompts": len(tokens)} | measure(loaded, decoder.draft_model, bar, max_tokens, temp).results()
+    if not results["blocks"]:
+        raise DFlashError("No answer was long enough for a block, so there is no acceptance to measure.")
     if as_json:
         print(json.dumps(results))
         return

@@ -303,6 +303,13 @@ def test_a_missing_dataset_is_one_line(folder):
     assert "dflash prepare" in answer.stderr
 
 
+def test_a_run_folder_that_cannot_be_written_to_is_one_line(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    answer = invoke("train", write_recipe(folder), "--set", f"run.folder={tmp_path / 'file' / 'run'}")
+    assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
+    assert "Not a directory" in answer.stderr
+
+
 def test_features_are_those_of_the_adapter(folder):
     target = dflash.load_target(folder / "target")
     tokens = mx.array([[1, 2, 3, 4]])
@@ -422,6 +429,12 @@ def test_acceptance_by_position_adds_up_to_the_acceptance_length(folder):
     assert found.by_position == sorted(found.by_position, reverse=True)
     if full:
         assert found.length == pytest.approx(1 + sum(found.by_position))
+
+
+def test_answers_without_a_block_have_no_acceptance_and_do_not_stop_a_run(folder):
+    train(recipe(folder, "short", "run.steps=2", "run.evaluate_every=1", "run.evaluate_tokens=1"))
+    assert [line["acceptance_length"] for line in read_log(folder / "short") if "blocks" in line] == [None, None]
+    assert dflash.load_drafter(folder / "short" / "drafter").block_size == 4
 
 
 def test_eval_scores_a_drafter_on_a_prompt_file(undisturbed, folder, tmp_path):

@@ -56,11 +56,12 @@ class Best:
         self.value: float | None = read_results(self.path)[score] if self.path.exists() else None
 
     def offer(self, step: int, model: nn.Module, results: dict[str, Any]) -> None:
-        """Keep the weights if ``results`` beat the best before them."""
-        if self.value is None or results[self.score] > self.value:
+        """Keep the weights if ``results`` have a score, and it beats the best before them."""
+        value = results[self.score]
+        if value is not None and (self.value is None or value > self.value):
             metadata = {"results": json.dumps({"step": step} | results)}
             write_arrays(self.path, flat(model.trainable_parameters()), metadata)
-            self.value = results[self.score]
+            self.value = value
 
 
 def read_weights(folder: Path, best: bool) -> dict[str, mx.array]:

@@ -32,11 +32,9 @@ class Acceptance:
     accepted: Ints
 
     @property
-    def length(self) -> float:
-        """Acceptance length tau: tokens committed per target pass. Raises :class:`TrainingError` without a block."""
-        if not self.blocks:
-            raise TrainingError("No answer was long enough for a block, so there is no acceptance to measure.")
-        return self.committed / self.blocks
+    def length(self) -> float | None:
+        """Acceptance length tau: tokens committed per target pass; ``None`` if no answer was long enough for one."""
+        return self.committed / self.blocks if self.blocks else None
 
     @property
     def by_position(self) -> list[float]:

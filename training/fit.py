@@ -101,13 +101,14 @@ def fit(
             parameters = model.trainable_parameters()
             own, gradients = mean_gradient(parameters, (clock.counted(batch(n)) for n in ranks.share(numbers)))
             try:
-                values, stop = ranks.joined(own), ranks.any(interrupt.asked)
+                told = ranks.joined([*own, float(interrupt.asked)])
                 gradients = ranks.average(gradients)
             except PeerLostError:
                 if ranks.writes:
                     save_checkpoint(folder / STATE, step, model, optimizer, list(recent))
                     logger.info("Saved the state after step %d of %d.", step, settings.steps)
                 raise
+            values, stop = told[:size], any(told[size:])
             _check_losses(values, recent, settings.explosion, [name_batch(n) for n in numbers], step)
             share = settings.optimizer.share(step, settings.steps)
             updated, norm = optimizer.update(parameters, gradients, share)

@@ -75,10 +75,6 @@ class Ranks:
         table[:, self.rank] = values
         return self._sum(table).reshape(-1).tolist()
 
-    def any(self, value: bool) -> bool:
-        """Whether ``value`` is true on some rank."""
-        return any(self.joined([float(value)]))
-
     def require_same(self, number: int, message: str) -> None:
         """Raise :class:`TrainingError` on all ranks unless all give the same ``number`` (of 32 bits)."""
         halves = np.reshape(self.joined([number >> 16, number & 0xFFFF]), (2, self.size))

@@ -97,7 +97,7 @@ def train(recipe: Recipe) -> Path:
     )
     finished = folder / FINISHED
     if ranks.writes:
-        export(folder, finished)
+        export(folder, finished, best=(folder / BEST).exists())
         logger.info("The drafter is in %s.", finished)
     return finished
 

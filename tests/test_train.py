@@ -45,8 +45,10 @@ def recipe(folder: Path, name: str, *overrides: str) -> Recipe:
     return load_settings(Recipe, write_recipe(folder), [f"run.folder={folder / name}", *overrides])
 
 
-def result(run: Path) -> tuple[bytes, bytes]:
-    return (run / "drafter" / "model.safetensors").read_bytes(), (run / "best.safetensors").read_bytes()
+def result(run: Path) -> tuple[bytes, ...]:
+    return tuple(
+        (run / name).read_bytes() for name in ("drafter/model.safetensors", "best.safetensors", "state.safetensors")
+    )
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,8 @@ def save_checkpoint(path: Path, step: int, model: nn.Module, optimizer: Optimize
     """Write weights, optimiser state, the number of steps done and recent losses to one file."""
     arrays = {f"model.{k}": v for k, v in flat(model.trainable_parameters()).items()}
     arrays |= {f"optimizer.{k}": v for k, v in optimizer.state.items()}
-    write_arrays(path, arrays, {"step": str(step), "losses": json.dumps(losses)})
+    in_order = dict(sorted(arrays.items()))  # the file's layout follows it, and a restored optimiser has another
+    write_arrays(path, in_order, {"step": str(step), "losses": json.dumps(losses)})
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> tuple[int, list[float]]:

@@ -12,7 +12,10 @@ import typer
 
 from .errors import DFlashError
 
+app = typer.Typer()
 
+
+@app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A complete run; see configs/.")],
     settings: Annotated[
@@ -41,6 +44,7 @@ def train(
     print(run(checked))
 
 
+@app.command("eval")
 def evaluate(
     drafter: Annotated[str | None, typer.Argument(metavar="[PATH|HUB]", help="Default: the one that ships.")] = None,
     target: Annotated[str | None, typer.Option(metavar="PATH|HUB", help="The drafter's target.")] = None,
@@ -87,6 +91,7 @@ def evaluate(
         print(f"{position:8}   {share:.3f}")
 
 
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of dflash train, finished or not.")],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write the drafter.")],
@@ -108,10 +113,3 @@ def export(
         raise DFlashError("OUT must be another folder than RUN, which it would overwrite.")
     exporting.export(run, folder, best=not last)
     print(exporting.push(folder, push) if push else folder)
-
-
-def add_commands(app: typer.Typer) -> None:
-    """Mount the commands of this file."""
-    app.command()(train)
-    app.command("eval")(evaluate)
-    app.command()(export)

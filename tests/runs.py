@@ -10,8 +10,8 @@ from models import TEXT_VOCAB, llama_model, qwen3_model, save_target
 from dflash.training.data import Sequences
 
 
-def write_dataset(folder: Path, count: int = 24, seed: int = 0) -> Path:
-    """A dataset folder of short, easily learned sequences: each response repeats two letters in turns."""
+def write_dataset(folder: Path, target: Path, count: int = 24, seed: int = 0) -> Path:
+    """A dataset of ``target`` with short, easily learned sequences: each response repeats two letters in turns."""
     rng = np.random.default_rng(seed)
     for split, rows in (("train", count), ("heldout", 3)):
         pairs = [rng.integers(60, 90, 2).tolist() for _ in range(rows)]

@@ -28,7 +28,7 @@ LIMIT = 60  # seconds that a survivor may take to end; tests wait no longer for 
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     write_target(folder / "target")
-    write_dataset(folder / "data")
+    write_dataset(folder / "data", folder / "target")
     write_recipe(folder)
     return folder
 

@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
     """A target and a dataset; runs get folders of their own."""
     folder = tmp_path_factory.mktemp("training")
     write_target(folder / "target")
-    write_dataset(folder / "data")
+    write_dataset(folder / "data", folder / "target")
     return folder
 
 
@@ -100,7 +100,7 @@ def test_the_same_recipe_again_does_nothing_more(undisturbed, folder):
 @pytest.mark.parametrize("kind", ["sliding"])
 def test_a_second_architecture_trains_by_its_adapter(tmp_path, kind):
     write_target(tmp_path / "target", kind)
-    write_dataset(tmp_path / "data")
+    write_dataset(tmp_path / "data", tmp_path / "target")
     train(recipe(tmp_path, "run", "run.steps=2"))
     assert dflash.load_drafter(tmp_path / "run" / "drafter").config.num_target_layers == 4
 
@@ -377,7 +377,7 @@ def test_a_recipe_survives_plain_data(folder):
 def test_a_run_folder_of_another_recipe_or_other_data_is_refused(undisturbed, folder, tmp_path):
     with pytest.raises(TrainingError, match=r"run with optimizer.learning_rate 0.0006, this recipe has 0.001"):
         train(recipe(folder, "undisturbed", "optimizer.learning_rate=1e-3"))
-    write_dataset(tmp_path / "data", seed=1)
+    write_dataset(tmp_path / "data", folder / "target", seed=1)
     with pytest.raises(TrainingError, match=r"run with dataset\."):
         train(recipe(folder, "undisturbed", f"data.folder={tmp_path / 'data'}"))
 

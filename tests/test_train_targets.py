@@ -17,7 +17,7 @@ from dflash.training.fit import FitSettings, fit
 from dflash.training.gradients import MeanGradient
 from dflash.training.objective import ObjectiveSettings, batch_loss
 from dflash.training.recipe import DataSettings, DrafterShape
-from dflash.training.train import new_drafter, with_features
+from dflash.training.train import drafter_dtype, new_drafter, with_features
 
 SHAPE = DrafterShape(
     num_hidden_layers=1, block_size=4, target_layer_ids=(0, 2), mask_token=30, intermediate_size=24,
@@ -59,20 +59,27 @@ def test_a_quantised_target_trains(batches, tmp_path):
 
 
 def test_half_precision_computes_gradients_near_those_of_float32_and_keeps_float32_weights(batches):
-    target = LoadedTargetModel(qwen3_model(1, vocab=32))
-    drafter = new_drafter(SHAPE, target)
-    batch = with_features(batches, target, drafter.target_layer_ids)(0)
     results = []
     for dtype in (mx.float32, mx.bfloat16):
+        model = qwen3_model(1, vocab=32)
+        model.set_dtype(dtype)
+        target = LoadedTargetModel(model)
+        assert drafter_dtype(target) == dtype
+        drafter = new_drafter(SHAPE, target)
+        batch = with_features(batches, target, drafter.target_layer_ids)(0)
         mean = MeanGradient(drafter, batch_loss(ObjectiveSettings(), dtype), 1)
-        parameters = drafter.trainable_parameters()
-        results.append(mean(parameters, iter([batch])))
-        drafter.update(parameters)
+        results.append(mean(drafter.trainable_parameters(), iter([batch])))
     (full, exact), (half, rounded) = results
-    assert half[0] == pytest.approx(full[0], rel=0.02)
+    assert half[0] == pytest.approx(full[0], rel=0.05)
     for (name, a), (_, b) in zip(tree_flatten(exact), tree_flatten(rounded), strict=True):
         assert b.dtype == mx.float32, name
-        assert mx.abs(a - b).max() < 0.1 * mx.abs(a).max() + 1e-3, name
+        assert mx.linalg.norm(a - b) < 0.2 * mx.linalg.norm(a), name
+
+
+def test_a_float16_target_gets_a_float32_drafter():
+    model = qwen3_model(1, vocab=32)
+    model.set_dtype(mx.float16)
+    assert drafter_dtype(LoadedTargetModel(model)) == mx.float32
 
 
 def test_batches_in_threads_give_the_weights_of_batches_in_turns(batches, tmp_path):

@@ -18,7 +18,6 @@ import mlx.core as mx
 
 from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
-from dflash.backend import compute_dtype
 from dflash.errors import TrainingError
 from dflash.files import read_json, remove_unfinished, write_whole
 
@@ -87,7 +86,7 @@ def train(recipe: Recipe) -> Path:
     fit(
         drafter,
         with_features(batches, target, drafter.target_layer_ids),
-        batch_loss(recipe.objective, compute_dtype(mx.bfloat16)),
+        batch_loss(recipe.objective, drafter_dtype(target)),
         settings,
         folder,
         evaluate,
@@ -180,6 +179,15 @@ def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMo
     )
     rope_theta = shape.rope_theta or getattr(config, "rope_theta", None) or 1_000_000.0
     return build_drafter(settings, target, mask_token_id(shape.mask_token, target), float(rope_theta))
+
+
+def drafter_dtype(target: LoadedTargetModel) -> mx.Dtype:
+    """What a new drafter computes in: bfloat16 beside a target that does, else float32 (float16 has too few exponents).
+
+    A CPU loads every target as float32.
+    """
+    dtype = target.embed(mx.zeros((1, 1), mx.int32)).dtype
+    return dtype if dtype == mx.bfloat16 else mx.float32
 
 
 def mask_token_id(mask_token: int | str | None, target: LoadedTargetModel) -> int:

@@ -27,7 +27,7 @@ from dflash.training.gradients import MeanGradient
 from dflash.training.optimizer import AdamWSettings, MuonSettings, Optimizer
 from dflash.training.recipe import DataSettings, Recipe
 from dflash.training.settings import SettingsError, from_dict, load_settings, to_dict
-from dflash.training.train import mask_token_id, new_drafter, open_dataset, train, with_features
+from dflash.training.train import mask_token_id, new_drafter, open_dataset, train, with_target_pass
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -243,7 +243,7 @@ def test_a_bad_loss_names_its_batch_and_keeps_the_checkpoint_before_it(tmp_path,
 
 
 def test_a_bad_batch_of_a_run_is_named_with_its_sequences(folder, monkeypatch):
-    monkeypatch.setattr("dflash.training.train.with_features", spoiled_from(9))
+    monkeypatch.setattr("dflash.training.train.with_target_pass", spoiled_from(9))
     with pytest.raises(TrainingError, match=r"loss is nan at step 5, in batch 9 \(sequences \d+(, \d+)*\)") as error:
         train(recipe(folder, "nan"))
     named = [int(n) for n in re.findall(r"sequences ([\d, ]+)\)", str(error.value))[0].split(",")]
@@ -252,7 +252,7 @@ def test_a_bad_batch_of_a_run_is_named_with_its_sequences(folder, monkeypatch):
 
 def spoiled_from(number: int):
     def spoiled(*args):
-        batch = with_features(*args)
+        batch = with_target_pass(*args)
 
         def one(n):
             *arrays, features = batch(n)
@@ -315,7 +315,7 @@ def test_a_run_folder_that_cannot_be_written_to_is_one_line(folder, tmp_path):
 def test_features_are_those_of_the_adapter(folder):
     target = dflash.load_target(folder / "target")
     tokens = mx.array([[1, 2, 3, 4]])
-    *_, features = with_features(lambda _: (tokens, tokens), target, (0, 2))(0)
+    *_, features = with_target_pass(lambda _: (tokens, tokens), target, (0, 2), False)(0)
     expected = target.forward_hidden(tokens, target.make_cache(), (0, 2))[1]
     assert mx.abs(features - expected).max() < 1e-5
 

@@ -17,7 +17,7 @@ from dflash.training.fit import FitSettings, fit
 from dflash.training.gradients import MeanGradient
 from dflash.training.objective import ObjectiveSettings, batch_loss
 from dflash.training.recipe import DataSettings, DrafterShape
-from dflash.training.train import drafter_dtype, new_drafter, with_features
+from dflash.training.train import drafter_dtype, new_drafter, with_target_pass
 
 SHAPE = DrafterShape(
     num_hidden_layers=1, block_size=4, target_layer_ids=(0, 2), mask_token=30, intermediate_size=24,
@@ -36,8 +36,8 @@ def batches(tmp_path) -> Batches:
 def trained(target: LoadedTargetModel, batches: Batches, folder, dtype=mx.float32, **settings) -> dict[str, mx.array]:
     drafter = new_drafter(SHAPE, target)
     before = mx.array(drafter.fc.weight)
-    batch = with_features(batches, target, drafter.target_layer_ids)
-    fit(drafter, batch, batch_loss(ObjectiveSettings(), dtype), FitSettings(steps=2, **settings), folder)
+    batch = with_target_pass(batches, target, drafter.target_layer_ids, False)
+    fit(drafter, batch, batch_loss(ObjectiveSettings(), target.head, dtype), FitSettings(steps=2, **settings), folder)
     assert not mx.array_equal(before, drafter.fc.weight)
     return dict(tree_flatten(drafter.parameters()))
 
@@ -66,8 +66,8 @@ def test_half_precision_computes_gradients_near_those_of_float32_and_keeps_float
         target = LoadedTargetModel(model)
         assert drafter_dtype(target) == dtype
         drafter = new_drafter(SHAPE, target)
-        batch = with_features(batches, target, drafter.target_layer_ids)(0)
-        mean = MeanGradient(drafter, batch_loss(ObjectiveSettings(), dtype), 1)
+        batch = with_target_pass(batches, target, drafter.target_layer_ids, False)(0)
+        mean = MeanGradient(drafter, batch_loss(ObjectiveSettings(), target.head, dtype), 1)
         results.append(mean(drafter.trainable_parameters(), iter([batch])))
     (full, exact), (half, rounded) = results
     assert half[0] == pytest.approx(full[0], rel=0.05)

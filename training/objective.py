@@ -1,6 +1,6 @@
-"""From a recipe's objective to the loss of a batch whose features are there already.
+"""From a recipe's objective to the loss of a batch that the target has read already.
 
-Knows how :func:`~dflash.training.drafter.drafter_loss` is called. Must not know recipes or targets.
+Knows how :func:`~dflash.training.drafter.drafter_loss` is called. Must not know recipes or how a target is read.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,27 @@ class ObjectiveSettings:
 
     gamma: float = 7.0
 
+    @property
+    def share_of_kl(self) -> float:
+        """Weight of the KL divergence in the loss."""
+        return 0.0
 
-def batch_loss(objective: ObjectiveSettings, dtype: mx.Dtype) -> Callable[..., mx.array]:
-    """``loss(model, tokens, response, anchors, features)``, computed in ``dtype``; weights keep their own."""
+
+def batch_loss(
+    objective: ObjectiveSettings, target_logits: Callable[[mx.array], mx.array], dtype: mx.Dtype
+) -> Callable[..., mx.array]:
+    """``loss(model, tokens, response, anchors, features[, hidden])``, computed in ``dtype``; weights keep their own.
+
+    ``hidden``, the target's final hidden states, is needed for objectives with KL in them.
+    """
 
     def loss(
-        model: DFlashDraftModel, tokens: mx.array, response: mx.array, anchors: mx.array, features: mx.array
+        model: DFlashDraftModel,
+        tokens: mx.array,
+        response: mx.array,
+        anchors: mx.array,
+        features: mx.array,
+        hidden: mx.array | None = None,
     ) -> mx.array:
         model.update(tree_map(lambda weight: weight.astype(dtype), model.trainable_parameters()))
         of_batch = drafter_loss(lambda _: features.astype(dtype), objective.gamma)

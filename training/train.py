@@ -85,8 +85,8 @@ def train(recipe: Recipe) -> Path:
 
     fit(
         drafter,
-        with_features(batches, target, drafter.target_layer_ids),
-        batch_loss(recipe.objective, drafter_dtype(target)),
+        with_target_pass(batches, target, drafter.target_layer_ids, recipe.objective.share_of_kl > 0),
+        batch_loss(recipe.objective, target.head, drafter_dtype(target)),
         settings,
         folder,
         evaluate,
@@ -137,10 +137,13 @@ def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel, ra
     )
 
 
-def with_features(
-    batches: Callable[[int], tuple[mx.array, ...]], target: LoadedTargetModel, layer_ids: tuple[int, ...]
+def with_target_pass(
+    batches: Callable[[int], tuple[mx.array, ...]],
+    target: LoadedTargetModel,
+    layer_ids: tuple[int, ...],
+    with_hidden: bool,
 ) -> Callable[[int], tuple[mx.array, ...]]:
-    """Batches with the target's features ``[N, S, F]`` behind their other arrays.
+    """Batches with the target's features ``[N, S, F]`` behind their other arrays, and final hidden states if asked.
 
     They are computed before the gradient is taken, in the thread that asks: most of mlx-lm's models are not
     made to run in several threads.
@@ -148,9 +151,10 @@ def with_features(
 
     def batch(number: int) -> tuple[mx.array, ...]:
         tokens, *others = batches(number)
-        _, features = target.forward_hidden(tokens, None, layer_ids)
-        mx.eval(features)
-        return tokens, *others, features
+        hidden, features = target.forward_hidden(tokens, None, layer_ids)
+        seen = [features, hidden] if with_hidden else [features]
+        mx.eval(seen)
+        return tokens, *others, *seen
 
     return batch
 

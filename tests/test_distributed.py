@@ -135,6 +135,19 @@ def test_a_rank_that_is_killed_does_not_change_where_the_run_ends(folder):
     assert_same_weights(folder / "one", folder / "resumed")
 
 
+def test_ctrl_c_saves_and_ends_every_rank_with_130(folder):
+    with Pair(
+        folder, "stopped", "run.steps=100000", "run.evaluate_every=1000000", "run.checkpoint_every=50000"
+    ) as pair:
+        pair.wait_for_steps(2)
+        for process in pair.processes:
+            process.send_signal(signal.SIGINT)
+        outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
+        assert [p.returncode for p in pair.processes] == [130, 130], outputs
+    step = int(mx.load(str(pair.run / "state.safetensors"), return_metadata=True)[1]["step"])
+    assert step == read_log(pair.run)[-1]["step"]
+
+
 def test_a_step_that_cannot_be_shared_evenly_is_refused_on_every_rank(folder):
     with Pair(folder, "uneven", "run.batches_per_step=3") as pair:
         for process in pair.processes:

@@ -312,6 +312,25 @@ def test_a_run_folder_that_cannot_be_written_to_is_one_line(folder, tmp_path):
     assert "Not a directory" in answer.stderr
 
 
+def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(folder, monkeypatch):
+    values, real, written = ["--set", f"run.folder={folder / 'full'}"], mx.save_safetensors, []
+
+    def full(name, *args, **kwargs):
+        written.append(name)
+        if len(written) > 2:
+            Path(name).write_bytes(b"half")
+            raise RuntimeError("[write] Unable to write 9 bytes")
+        real(name, *args, **kwargs)
+
+    monkeypatch.setattr(mx, "save_safetensors", full)
+    answer = invoke("train", write_recipe(folder), *values)
+    assert answer.exit_code == 1
+    assert "was not taken by the disk" in answer.stderr.splitlines()[-1]
+    monkeypatch.undo()
+    assert mx.load(str(folder / "full" / "state.safetensors"), return_metadata=True)[1]["step"] == "2"
+    assert not list((folder / "full").glob(".*"))
+
+
 def test_features_are_those_of_the_adapter(folder):
     target = dflash.load_target(folder / "target")
     tokens = mx.array([[1, 2, 3, 4]])

@@ -56,14 +56,18 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
     """Write the drafter of the run folder ``run`` to ``folder``: weights in bfloat16, config, model card.
 
     The best checkpoint by held-out acceptance, or the last. Raises
-    :class:`~dflash.errors.CheckpointError` if ``run`` is no run folder or has no such checkpoint.
+    :class:`~dflash.errors.CheckpointError` if ``run`` is no run folder or has no such checkpoint, and
+    ``OSError`` if the disk does not take it.
     """
     config = DFlashConfig.from_dict(read_json(run / "config.json"))
     recipe = read_json(run / "recipe.json")["recipe"]
     model = DFlashDraftModel(config)
     model.load_weights(list(read_weights(run, best).items()))
     mx.eval(model.parameters())
-    save_drafter(model, folder)
+    try:
+        save_drafter(model, folder)
+    except RuntimeError as error:  # how MLX reports that nothing more can be written
+        raise OSError(f"Cannot write {folder}: {error}") from error
     results = read_results(run / BEST) if best else None
     text = card(recipe, config, folder.name, results)
     write_whole(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))

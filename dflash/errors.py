@@ -23,3 +23,7 @@ class GenerationError(DFlashError):
 
 class DataError(DFlashError):
     """A file of prompts or a dataset is missing, broken, empty, or belongs to another target."""
+
+
+class TrainingError(DFlashError):
+    """Training cannot start or go on: unusable data, a loss that blew up, another recipe's run, a lost rank."""

@@ -88,3 +88,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what processes that were killed inside :func:`write_whole` left beside ``path``."""
+    for leftover in path.parent.glob(f".{path.stem}-????????{path.suffix}"):
+        leftover.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from dflash.training.blocks import block_targets, draw_anchors, position_weights
 from dflash.training.data import Sequences, padded, plan_batches
 from dflash.training.drafter import draft_hidden
 from dflash.training.fit import FitSettings, fit
-from dflash.training.optimizer import OptimizerSettings, schedule
+from dflash.training.optimizer import MuonSettings
 from dflash.training.pair import PairSettings
 from dflash.training.settings import SettingsError, from_dict, load_settings
 from dflash.training.target import TargetSettings, answer_loss, answer_places, build_target, hidden_states
@@ -150,7 +150,7 @@ class Interrupted(Exception):
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
-    settings = FitSettings(steps=7, checkpoint_every=2, optimizer=OptimizerSettings(warmup_steps=2, decay_steps=3))
+    settings = FitSettings(steps=7, checkpoint_every=2, optimizer=MuonSettings(warmup_steps=2, decay_steps=3))
 
     def batch(number, stop_at=None):
         if number == stop_at:
@@ -186,8 +186,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_schedule_warms_up_stays_flat_and_decays_whatever_the_length():
-    settings = OptimizerSettings(warmup_steps=4, decay_steps=5)
-    short, long = ([schedule(i, n, settings) for i in range(n)] for n in (20, 40))
+    settings = MuonSettings(warmup_steps=4, decay_steps=5)
+    short, long = ([settings.share(i, n) for i in range(n)] for n in (20, 40))
     assert short[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert max(short) == 1
     for shares in (short, long):

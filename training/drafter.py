@@ -90,6 +90,7 @@ def build_drafter(
         target_layer_ids=settings.target_layer_ids,
         rope_theta=rope_theta,
         max_position_embeddings=target.max_length or 40960,
+        input_embedding_scale=target.adapter.embedding_scale,
     )
     mx.random.seed(settings.seed)
     model = DFlashDraftModel(config)

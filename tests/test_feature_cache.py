@@ -186,7 +186,7 @@ def test_the_size_is_stated_before_it_starts_and_a_disk_without_room_is_refused(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=stated - 1))
     with pytest.raises(DataError, match=r"need .* GB more in .* make room"):
         it.write()
-    assert set(files(it.folder)) == {"manifest.json"}
+    assert not files(it.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=stated))
     it.write()
 
@@ -211,6 +211,15 @@ def test_a_cache_of_something_else_is_refused_for_reading_and_writing(tmp_path):
         with pytest.raises(DataError, match=f"have {key} "):
             fc.write_features(it.folder, it.data, it.sequences, it.target, wanted)
     assert files(it.folder) == before
+
+
+def test_a_folder_of_a_dataset_is_no_folder_for_features(tmp_path):
+    it = made(tmp_path)
+    before = files(tmp_path / "data" / "train")
+    for folder, message in (("data", "have format 'dflash-dataset'"), ("data/train", "to an empty folder")):
+        with pytest.raises(DataError, match=message):
+            fc.write_features(tmp_path / folder, it.data, it.sequences, it.target, it.wanted)
+    assert files(tmp_path / "data" / "train") == before
 
 
 def test_a_cache_of_more_than_is_needed_serves(tmp_path):

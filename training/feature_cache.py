@@ -75,19 +75,21 @@ def write_features(
     """Compute what ``wanted`` (of :func:`describe`) says, or what a killed process left of it, into ``folder``.
 
     The size is logged before it starts. Raises :class:`~dflash.errors.DataError` if ``folder`` holds other
-    features or the disk has not enough room.
+    features or the disk has not enough room, and ``OSError`` if it cannot be written to.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     if (folder / MANIFEST).exists():
         manifest = _read_manifest(folder, wanted)
+    elif any(folder.glob("*.safetensors")):
+        raise DataError(f"{folder} holds files but no {MANIFEST}; set data.cached_features to an empty folder.")
     else:
         shards = range(read_manifest(data.folder)["splits"]["train"]["shards"])
         manifest = wanted | {"shards": [len(read_shard(shard_path(data.folder, "train", i))) for i in shards]}
-        remove_unfinished(folder / MANIFEST)
-        write_json(folder / MANIFEST, manifest)
 
     kept, numbers = usable(sequences, manifest["max_length"])
     ends = np.searchsorted(numbers, np.cumsum([0, *manifest["shards"]]))
     missing = []
+    remove_unfinished(folder / MANIFEST)
     for number, rows in enumerate(map(np.arange, ends[:-1], ends[1:])):
         path = _path(folder, number)
         remove_unfinished(path)
@@ -96,6 +98,7 @@ def write_features(
 
     arrays, tokens = manifest["arrays"], int(sum(kept.lengths[rows].sum() for _, rows in missing))
     _require_room(folder, int(kept.lengths.sum()), tokens, arrays)
+    write_json(folder / MANIFEST, manifest)
     begin = time.perf_counter()
     with tqdm(total=tokens, unit="token", unit_scale=True, disable=None, desc=folder.name) as bar:
         for path, rows in missing:

@@ -60,15 +60,11 @@ def train(recipe: Recipe) -> Path:
     settings = fit_settings(recipe, batches, target, ranks)
     prompts = _prompts(recipe, target)
     drafter = new_drafter(recipe.drafter, target)
-    layer_ids, with_hidden, cache = (
-        drafter.target_layer_ids,
-        recipe.objective.share_of_kl > 0,
-        recipe.data.cached_features,
-    )
-    batch = with_target_pass(batches, target, layer_ids, with_hidden)
-    if cache is not None:
+    layer_ids, with_hidden = drafter.target_layer_ids, recipe.objective.share_of_kl > 0
+    with_features = with_target_pass(batches, target, layer_ids, with_hidden)
+    if recipe.data.cached_features is not None:
         wanted = describe(recipe.data, sequences, target, layer_ids, with_hidden)
-        batch = with_cached_features(batches, CachedFeatures(cache, wanted))
+        with_features = with_cached_features(batches, CachedFeatures(recipe.data.cached_features, wanted))
 
     folder = recipe.run.folder
     identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(sequences)}
@@ -90,7 +86,7 @@ def train(recipe: Recipe) -> Path:
 
     fit(
         drafter,
-        batch,
+        with_features,
         batch_loss(recipe.objective, target.head, drafter_dtype(target), recipe.run.grad_checkpoint),
         settings,
         folder,

@@ -100,8 +100,8 @@ def cache_features(
 
     Examples:
 
-    dflash cache-features configs/qwen3-4b.yaml --set data.cached_features=features
-    dflash train configs/qwen3-4b.yaml --set data.cached_features=features
+    dflash cache-features RECIPE.yaml --set data.cached_features=features
+    dflash train RECIPE.yaml --set data.cached_features=features
     """
     from .training.recipe import Recipe
     from .training.settings import load_settings

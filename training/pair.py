@@ -150,7 +150,6 @@ def drafter_stage(settings: PairSettings, tokenizer: Tokenizer) -> None:
     if (folder / "model.safetensors").exists():
         return
     target = load_target(settings.work / "target")
-    mx.eval(target.model.parameters())  # what is left lazy can only be computed in this thread
     answers = answers_stage(settings, tokenizer)
     model = build_drafter(settings.drafter, target, token_id(tokenizer, MASK), settings.target.rope_theta)
     features_of = partial(features, cast(Model, target.model), model.target_layer_ids)

@@ -1,4 +1,4 @@
-"""``dflash prepare``, ``train``, ``eval`` and ``export``: from prompts to a drafter that has a score and a card.
+"""``dflash prepare``, ``cache-features``, ``train``, ``eval``, ``export``: from prompts to a drafter with a score.
 
 Knows options, files and what to print. Must not know how anything is computed. Mounted by ``cli.py``.
 """
@@ -83,6 +83,35 @@ def prepare(
     keep_freed_memory()
     loaded = load_target(target or PAIR / "target")
     _print_manifest(output, make(conversations, loaded, settings, output, Path(data).name))
+
+
+@app.command("cache-features")
+def cache_features(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe with data.cached_features.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting; repeatable.")
+    ] = None,
+) -> None:
+    """Compute the target's features of a recipe's dataset once, onto the disk.
+
+    Training then reads them instead of running the target in every epoch. The
+    size is stated first, and refused if the disk has no room for it. Stopped or
+    killed, the same command continues.
+
+    Examples:
+
+    dflash cache-features RECIPE.yaml --set data.cached_features=features
+    dflash train RECIPE.yaml --set data.cached_features=features
+    """
+    from .training.recipe import Recipe
+    from .training.settings import load_settings
+
+    checked = load_settings(Recipe, recipe, settings or [])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+    from .training.train import cache_features as run
+
+    print(run(checked))
 
 
 @app.command()

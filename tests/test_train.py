@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from runs import read_log, write_dataset, write_recipe, write_target
@@ -95,6 +96,16 @@ def test_the_same_recipe_again_does_nothing_more(undisturbed, folder):
     train(recipe(folder, "undisturbed"))
     assert (result(undisturbed), (undisturbed / "log.jsonl").read_text()) == before
     assert {p.name for p in (undisturbed / "drafter").iterdir()} == {"model.safetensors", "config.json", "README.md"}
+
+
+def test_gradient_checkpointing_of_the_recipe_reaches_the_loss_and_changes_no_weights(undisturbed, folder, monkeypatch):
+    layers, real = [], nn.utils.checkpoint
+    monkeypatch.setattr(nn.utils, "checkpoint", lambda layer, run: layers.append(layer) or real(layer, run))
+    train(recipe(folder, "checkpointed", "run.grad_checkpoint=true"))
+    assert len(layers) == 8 * 2  # steps, batches of a step; the drafter has one layer
+    for key, weight in mx.load(str(folder / "checkpointed" / "state.safetensors")).items():
+        expected = mx.load(str(undisturbed / "state.safetensors"))[key]
+        np.testing.assert_allclose(weight, expected, rtol=1e-3, atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("kind", ["sliding"])
@@ -189,8 +200,6 @@ def toy_fit(folder: Path, settings: FitSettings, stop_at: int | None = None, wro
 
 
 def mx_linear():
-    import mlx.nn as nn
-
     mx.random.seed(0)
     return nn.Linear(3, 2)
 

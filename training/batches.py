@@ -77,6 +77,10 @@ class Batches:
         anchors = draw_anchors(response, count, np.random.default_rng([self.settings.seed, number]))
         return mx.array(tokens), mx.array(response), mx.array(anchors)
 
+    def members(self, number: int) -> Ints:
+        """The numbers in the dataset of this batch's sequences."""
+        return self.numbers[self._plan[number]]
+
     def name(self, number: int) -> str:
-        """What a message calls this batch: its number and those of its sequences in the dataset."""
-        return f"batch {number} (sequences {', '.join(map(str, self.numbers[self._plan[number]]))})"
+        """What a message calls this batch: its number and those of its sequences."""
+        return f"batch {number} (sequences {', '.join(map(str, self.members(number)))})"

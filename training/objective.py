@@ -15,11 +15,15 @@ from .losses import ObjectiveSettings
 
 
 def batch_loss(
-    objective: ObjectiveSettings, target_logits: Callable[[mx.array], mx.array], dtype: mx.Dtype
+    objective: ObjectiveSettings,
+    target_logits: Callable[[mx.array], mx.array],
+    dtype: mx.Dtype,
+    grad_checkpoint: bool = False,
 ) -> Callable[..., mx.array]:
     """``loss(model, tokens, response, anchors, features[, hidden])``, computed in ``dtype``; weights keep their own.
 
-    ``hidden``, the target's final hidden states, is needed for objectives with KL in them.
+    ``hidden``, the target's final hidden states, is needed for objectives with KL in them. ``grad_checkpoint``
+    is as in :func:`~dflash.training.drafter.draft_hidden`.
     """
 
     def loss(
@@ -32,6 +36,7 @@ def batch_loss(
     ) -> mx.array:
         model.update(tree_map(lambda weight: weight.astype(dtype), model.trainable_parameters()))
         read = TargetPass(features.astype(dtype), hidden)
-        return drafter_loss(lambda _: read, objective, target_logits)(model, tokens, response, anchors)
+        one = drafter_loss(lambda _: read, objective, target_logits, grad_checkpoint=grad_checkpoint)
+        return one(model, tokens, response, anchors)
 
     return loss

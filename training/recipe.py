@@ -24,6 +24,7 @@ class DataSettings:
     Sequences of more than ``max_length`` tokens are left out. A batch holds whole sequences, at most
     ``batch_tokens`` tokens with padding. Each gets up to ``anchors`` blocks, drawn anew in every epoch, and
     all together at most ``batch_blocks`` (but one each), which bounds the memory of a batch of many short ones.
+    With ``cached_features``, a folder made by ``dflash cache-features``, the target's features are read from it.
     """
 
     folder: Path
@@ -31,6 +32,7 @@ class DataSettings:
     batch_tokens: int = 3072
     anchors: int = 512
     batch_blocks: int = 1024
+    cached_features: Path | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,7 +78,8 @@ class RunSettings:
     """Where a run leaves its files, how long it is and what it reports. Counts are in steps.
 
     ``steps`` wins over ``epochs``. A step takes the mean gradient of ``batches_per_step`` batches, those of
-    all machines together. On a CPU, ``threads`` of them go side by side. ``evaluate_prompts`` held-out
+    all machines together. On a CPU, ``threads`` of them go side by side. With ``grad_checkpoint`` the backward
+    pass computes each drafter layer again instead of keeping it: less memory, more time. ``evaluate_prompts`` held-out
     prompts are decoded for up to ``evaluate_tokens`` tokens each. A loss above ``explosion`` times the recent
     median stops the run; ``null`` never does. ``peer_timeout`` is how many seconds a machine may be silent.
     """
@@ -86,6 +89,7 @@ class RunSettings:
     steps: int | None = None
     batches_per_step: int = 1
     threads: int = 1
+    grad_checkpoint: bool = False
     log_every: int = 10
     checkpoint_every: int = 200
     evaluate_every: int = 1000

@@ -11,6 +11,7 @@ Knows files and what identifies a target. Must not know prompts, chat templates 
 import dataclasses
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -71,6 +72,12 @@ def tokenizer_fingerprint(target: LoadedTargetModel) -> str:
     vocabulary = sorted(target.tokenizer.get_vocab().items())
     tokens = target.tokenizer.encode(_PROBE)
     return hashlib.sha256(json.dumps([vocabulary, sorted(target.stop_token_ids()), tokens]).encode()).hexdigest()
+
+
+def dataset_fingerprint(sequences: Sequences) -> dict[str, int]:
+    """What tells one dataset from another."""
+    tokens, response = (zlib.crc32(array.tobytes()) for array in (sequences.tokens, sequences.response))
+    return {"sequences": len(sequences), "tokens": len(sequences.tokens), "crc": tokens ^ (response << 1)}
 
 
 # --- writing ------------------------------------------------------------------------------------------------

@@ -24,22 +24,25 @@ from dflash.files import read_json, remove_unfinished, write_whole
 from .batches import Batches
 from .checkpoints import BEST, LOG, STATE
 from .cpu import keep_freed_memory
-from .data import Sequences
 from .drafter import DrafterSettings, build_drafter
 from .evaluate import heldout_prompts, measure
 from .export import EXPORTED, export
+from .feature_cache import CachedFeatures, describe, target_pass, with_cached_features, write_features
 from .fit import FitSettings, fit
 from .objective import batch_loss
 from .ranks import Ranks
 from .recipe import DrafterShape, Recipe
 from .settings import to_dict
-from .shards import open_dataset
+from .shards import dataset_fingerprint, open_dataset
 
 logger = logging.getLogger(__name__)
 
 RECIPE, CONFIG, FINISHED = "recipe.json", "config.json", "drafter"
 
-_MAY_CHANGE = {"run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout", "data.folder"}
+_MAY_CHANGE = {
+    *("run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout", "run.grad_checkpoint"),
+    *("data.folder", "data.cached_features"),
+}
 
 
 def train(recipe: Recipe) -> Path:
@@ -57,9 +60,14 @@ def train(recipe: Recipe) -> Path:
     settings = fit_settings(recipe, batches, target, ranks)
     prompts = _prompts(recipe, target)
     drafter = new_drafter(recipe.drafter, target)
+    layer_ids, with_hidden = drafter.target_layer_ids, recipe.objective.share_of_kl > 0
+    with_features = with_target_pass(batches, target, layer_ids, with_hidden)
+    if recipe.data.cached_features is not None:
+        wanted = describe(recipe.data, sequences, target, layer_ids, with_hidden)
+        with_features = with_cached_features(batches, CachedFeatures(recipe.data.cached_features, wanted))
 
     folder = recipe.run.folder
-    identity = {"recipe": to_dict(recipe), "dataset": fingerprint(sequences)}
+    identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(sequences)}
     ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
     if ranks.writes:
         claim(folder, identity)
@@ -78,8 +86,8 @@ def train(recipe: Recipe) -> Path:
 
     fit(
         drafter,
-        with_target_pass(batches, target, drafter.target_layer_ids, recipe.objective.share_of_kl > 0),
-        batch_loss(recipe.objective, target.head, drafter_dtype(target)),
+        with_features,
+        batch_loss(recipe.objective, target.head, drafter_dtype(target), recipe.run.grad_checkpoint),
         settings,
         folder,
         evaluate,
@@ -92,6 +100,24 @@ def train(recipe: Recipe) -> Path:
         export(folder, finished, best=(folder / BEST).exists())
         logger.info("The drafter is in %s.", finished)
     return finished
+
+
+def cache_features(recipe: Recipe) -> Path:
+    """Compute the features that a recipe trains on, or what is left of them, into its ``data.cached_features``.
+
+    Raises :class:`~dflash.errors.DFlashError` if the recipe names no folder, for bad data, for a folder of other
+    features and for a disk without room.
+    """
+    folder = recipe.data.cached_features
+    if folder is None:
+        raise TrainingError("The recipe does not say where to: set data.cached_features to a folder.")
+    keep_freed_memory()
+    target = load_target(recipe.target)
+    sequences = open_dataset(recipe.data.folder, "train", target)
+    layer_ids = new_drafter(recipe.drafter, target).target_layer_ids
+    wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.share_of_kl > 0)
+    write_features(folder, recipe.data, sequences, target, wanted)
+    return folder
 
 
 def _batches_needed(recipe: Recipe) -> int | None:
@@ -144,9 +170,8 @@ def with_target_pass(
 
     def batch(number: int) -> tuple[mx.array, ...]:
         tokens, *others = batches(number)
-        hidden, features = target.forward_hidden(tokens, None, layer_ids)
-        seen = [features, hidden] if with_hidden else [features]
-        mx.eval(seen)
+        seen = target_pass(target, tokens, layer_ids, with_hidden).values()
+        mx.eval(*seen)
         return tokens, *others, *seen
 
     return batch
@@ -206,12 +231,6 @@ def _prompts(recipe: Recipe, target: LoadedTargetModel) -> list[list[int]]:
     longest = None if target.max_length is None else target.max_length - recipe.run.evaluate_tokens
     heldout = open_dataset(recipe.data.folder, "heldout", target)
     return heldout_prompts(heldout, recipe.run.evaluate_prompts, longest)
-
-
-def fingerprint(sequences: Sequences) -> dict[str, int]:
-    """What tells one dataset from another."""
-    tokens, response = (zlib.crc32(array.tobytes()) for array in (sequences.tokens, sequences.response))
-    return {"sequences": len(sequences), "tokens": len(sequences.tokens), "crc": tokens ^ (response << 1)}
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 from runs import read_log, write_dataset, write_recipe, write_target
 from typer.testing import CliRunner
 
@@ -226,6 +227,19 @@ def test_mean_gradient_is_that_of_one_large_batch():
     whole, expected = MeanGradient(model, loss, 1)(model.trainable_parameters(), iter([(mx.array(x),)]))
     assert np.mean(losses) == pytest.approx(whole[0], rel=1e-5)
     np.testing.assert_allclose(np.array(gradients["weight"]), np.array(expected["weight"]), rtol=1e-4)
+
+
+def test_a_step_leaves_the_model_its_own_weights_whatever_the_loss_computes_in():
+    model = mx_linear()
+
+    def loss(model, x):
+        model.update(tree_map(lambda w: w.astype(mx.bfloat16), model.trainable_parameters()))
+        return (model(x) ** 2).mean()
+
+    parameters = model.trainable_parameters()
+    MeanGradient(model, loss, 1)(parameters, iter([(mx.ones((4, 3)),)]))
+    assert model.weight is parameters["weight"]
+    assert model.weight.dtype == mx.float32
 
 
 # --- a loss that blows up -------------------------------------------------------------------------------

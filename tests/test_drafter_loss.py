@@ -25,7 +25,7 @@ from dflash.training.data import Sequences
 from dflash.training.drafter import DrafterSettings, TargetPass, drafter_batches, drafter_loss, target_reader
 from dflash.training.fit import FitSettings, fit
 from dflash.training.losses import ObjectiveSettings, forward_kl, prediction_losses
-from dflash.training.optimizer import OptimizerSettings
+from dflash.training.optimizer import MuonSettings
 from dflash.training.settings import SettingsError, from_dict
 
 VOCAB, GAMMA = 29, 3.0
@@ -384,7 +384,7 @@ def test_a_drafter_learns_a_text_that_repeats_itself(kind, tmp_path):
     sequences = Sequences.from_lists([text[i : i + 3] for i in range(4)], [text[i + 3 : i + 40] for i in range(4)])
     real, model = target("qwen3", 2, VOCAB), randomize(DFlashDraftModel(draft_config(VOCAB, block_size=6)), 1)
     model.bind(real)
-    fitting = FitSettings(steps=20, batches_per_step=2, log_every=5, optimizer=OptimizerSettings(decay_steps=5))
+    fitting = FitSettings(steps=20, batches_per_step=2, log_every=5, optimizer=MuonSettings(decay_steps=5))
     batches = drafter_batches(sequences, DrafterSettings(fitting, anchors=8, batch_tokens=80))
     loss = drafter_loss(target_reader(real, model.target_layer_ids), ObjectiveSettings(kind), real.head)
     fit(model, batches, loss, fitting, tmp_path)

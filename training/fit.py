@@ -79,7 +79,6 @@ def fit(
     offending batch; the weights of that step are not saved.
     """
     ranks = ranks or Ranks()
-    folder.mkdir(parents=True, exist_ok=True)
     optimizer = Optimizer(model.trainable_parameters(), settings.optimizer)
     done, losses = load_checkpoint(folder / STATE, model, optimizer) if ranks.writes else (0, [])
     done, losses = _all_start_alike(ranks, model, optimizer, done, losses)
@@ -88,6 +87,7 @@ def fit(
     if done:
         logger.info("Continuing %s at step %d of %d.", folder, done, settings.steps)
     if ranks.writes:
+        folder.mkdir(parents=True, exist_ok=True)
         cut_log(folder, done)
 
     size = settings.batches_per_step

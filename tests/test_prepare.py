@@ -146,6 +146,23 @@ def test_samples_depend_on_seed_and_shard_and_follow_the_temperature(target, tmp
     assert shards_of_one_text[0] == shards_of_one_text[2] != shards_of_one_text[1]
 
 
+def test_no_held_out_sequence_is_said_before_the_work(target, tmp_path, monkeypatch, caplog):
+    class Begun(BaseException):
+        pass
+
+    def begun(*_):
+        raise Begun
+
+    monkeypatch.setattr(preparing, "write_responses", begun)
+    with pytest.raises(Begun):
+        prepare(prompts(5), target, PrepareSettings(heldout_percent=1e-9), tmp_path / "none")
+    assert "greater --heldout-percent" in caplog.text
+    caplog.clear()
+    with pytest.raises(Begun):
+        prepare(prompts(5), target, PrepareSettings(heldout_percent=0), tmp_path / "not asked for")
+    assert not caplog.text
+
+
 # --- resuming -------------------------------------------------------------------------------------------------
 
 OPTIONS = PrepareSettings(max_tokens=6, temp=1.0, shard_size=2, heldout_percent=25)

@@ -154,18 +154,19 @@ def test_a_run_killed_at_several_moments_ends_with_the_same_bytes(undisturbed, f
     assert steps == [(line["step"], "loss" in line) for line in read_log(undisturbed)]
 
 
-def test_ctrl_c_saves_exits_with_130_and_the_run_continues_to_the_same_bytes(undisturbed, folder):
+def test_ctrl_c_saves_exits_with_130_and_the_run_continues_to_the_same_bytes(folder):
     write_recipe(folder)
-    run, unsaved = folder / "stopped", "run.checkpoint_every=1000"
-    process = start(folder, "stopped", unsaved)
+    run, long = folder / "stopped", ("run.steps=40", "run.evaluate_every=20", "run.checkpoint_every=1000")
+    process = start(folder, "stopped", *long)
     wait_for(log_has(run, 2), process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert (run / "state.safetensors").exists()
     assert "Traceback" not in errors
-    train(recipe(folder, "stopped", unsaved))
-    assert result(run) == result(undisturbed)
+    for name in ("stopped", "not stopped"):
+        train(recipe(folder, name, *long))
+    assert result(run) == result(folder / "not stopped")
 
 
 class Stop(Exception):

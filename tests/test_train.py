@@ -377,6 +377,11 @@ def test_the_ready_recipes_hold_the_published_settings(path):
         ("run.epochs=many", "epochs must be of type int, got 'many'"),
         ("data.batch_tokens=10", "cannot hold a sequence of max_length 40"),
         ("drafter.block_size=1", "at least 2"),
+        ("drafter.head_dim=7", "head_dim must be even, got 7"),
+        ("drafter.seed=-1", "seed must be at least 0"),
+        ("data.seed=-1", "seed must be at least 0"),
+        ("optimizer.weight_decay=-1", "weight_decay must be at least 0"),
+        ("optimizer={kind: muon, clip: 0}", "clip must be above 0"),
         ("drafter.target_layer_ids=[1, 1]", "different layer numbers"),
         ("run.folder", "expected key.sub=value"),
         ("target.name=x", "holds no keys"),
@@ -414,6 +419,14 @@ def test_a_run_folder_of_another_recipe_or_other_data_is_refused(undisturbed, fo
     write_dataset(tmp_path / "data", folder / "target", seed=1)
     with pytest.raises(TrainingError, match=r"run with dataset\."):
         train(recipe(folder, "undisturbed", f"data.folder={tmp_path / 'data'}"))
+
+
+def test_a_run_that_an_explosion_stopped_goes_on_with_a_greater_limit(folder):
+    short = "run.steps=20", "run.evaluate_every=100"
+    with pytest.raises(TrainingError, match=r"more than 1 times .* or go on with a greater explosion"):
+        train(recipe(folder, "exploding", *short, "run.explosion=1.0000001"))
+    train(recipe(folder, "exploding", *short, "run.explosion=null"))
+    assert read_log(folder / "exploding")[-1]["step"] == 20
 
 
 def test_the_mask_token_is_a_text_an_id_or_the_tokenizers_own(folder):
@@ -488,8 +501,10 @@ def test_export_writes_best_or_last_and_refuses_what_is_no_run(undisturbed, tmp_
     assert (tmp_path / "best" / "model.safetensors").read_bytes() == result(undisturbed)[0]
     assert invoke("export", undisturbed, tmp_path / "last", "--last").exit_code == 0
     assert "not evaluated" in (tmp_path / "last" / "README.md").read_text()
-    answer = invoke("export", tmp_path, tmp_path / "x")
-    assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
+    (tmp_path / "last" / "recipe.json").write_text("{}")
+    for wrong in (tmp_path, tmp_path / "best", tmp_path / "last"):
+        answer = invoke("export", wrong, tmp_path / "x")
+        assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
 
 
 def test_nothing_is_pushed_without_being_asked_and_a_refusal_is_one_line(undisturbed, tmp_path, monkeypatch):

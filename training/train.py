@@ -39,7 +39,14 @@ logger = logging.getLogger(__name__)
 
 RECIPE, CONFIG, FINISHED = "recipe.json", "config.json", "drafter"
 
-_MAY_CHANGE = {"run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout", "data.folder"}
+_MAY_CHANGE = {
+    "run.folder",
+    "run.log_every",
+    "run.checkpoint_every",
+    "run.peer_timeout",
+    "run.explosion",
+    "data.folder",
+}
 
 
 def train(recipe: Recipe) -> Path:

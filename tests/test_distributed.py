@@ -125,7 +125,7 @@ def test_a_lost_rank_ends_the_other_within_a_minute_and_the_run_can_go_on(folder
 
 def test_a_rank_that_is_killed_does_not_change_where_the_run_ends(folder):
     (folder / "one").exists() or train(load_settings(Recipe, folder / "recipe.yaml", [f"run.folder={folder / 'one'}"]))
-    with Pair(folder, "resumed") as pair:
+    with Pair(folder, "resumed", "run.peer_timeout=10") as pair:
         pair.wait_for_steps(3)
         pair.processes[1].kill()
         pair.processes[0].communicate(timeout=LIMIT)

@@ -396,7 +396,6 @@ def test_a_drafter_learns_a_text_that_repeats_itself(kind, tmp_path):
     sequences = Sequences.from_lists([text[i : i + 3] for i in range(4)], [text[i + 3 : i + 40] for i in range(4)])
     real, model = target("qwen3", 2, VOCAB), randomize(DFlashDraftModel(draft_config(VOCAB, block_size=6)), 1)
     model.bind(real)
-    mx.eval(real.model.parameters())  # threads cannot compute what this one left lazy
     fitting = FitSettings(steps=20, batches_per_step=2, log_every=5, optimizer=MuonSettings(decay_steps=5))
     batches = Batches(sequences, DataSettings(tmp_path, 80, 80, anchors=8), epochs=20)
     loss = drafter_loss(reader(real, model.target_layer_ids), ObjectiveSettings(kind), real.head)

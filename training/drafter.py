@@ -64,7 +64,7 @@ class DrafterSettings:
 def build_drafter(
     settings: DrafterSettings, target: LoadedTargetModel, mask_token_id: int, rope_theta: float
 ) -> DFlashDraftModel:
-    """A new drafter bound to ``target``, its weights drawn from ``settings.seed``; the weights of both computed."""
+    """A new drafter bound to ``target``, its weights drawn from ``settings.seed``."""
     config = DFlashConfig(
         hidden_size=target.hidden_size,
         intermediate_size=settings.intermediate_size,
@@ -93,7 +93,7 @@ def build_drafter(
 
     model.load_weights([(name, draw(name, value)) for name, value in flat(model.parameters()).items()])
     model.bind(target)
-    mx.eval(model.parameters(), target.model.parameters())  # threads cannot compute what this one leaves lazy
+    mx.eval(model.parameters())
     return model
 
 

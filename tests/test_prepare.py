@@ -353,7 +353,8 @@ main()
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits for the size of a file")
 def test_a_full_disk_is_one_line_of_error_and_the_same_command_continues(target_folder, target, tmp_path):
     data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(8)))
-    options = [str(data), "--target", str(target_folder), "--max-tokens", "50", "--shard-size", "4", "--output"]
+    options = [str(data), "--target", str(target_folder), "--max-tokens", "50", "--shard-size", "4"]
+    options += ["--heldout-percent", "0", "--output"]
     arguments = [sys.executable, "-c", ALMOST_FULL, "prepare", *options, str(tmp_path / "made")]
     full = subprocess.run(arguments, capture_output=True, text=True)
     assert full.returncode == 1

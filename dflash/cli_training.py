@@ -130,7 +130,7 @@ def train(
 
     dflash train configs/qwen3-4b.yaml
     dflash train configs/qwen3-4b.yaml --set run.epochs=1 --set optimizer.learning_rate=3e-4
-    mlx.launch --hosts a,b dflash train configs/qwen3-4b.yaml
+    mlx.launch --hosts 10.0.0.1,10.0.0.2 dflash train configs/qwen3-4b.yaml
     """
     from .training.recipe import Recipe
     from .training.settings import load_settings
@@ -138,9 +138,12 @@ def train(
     checked = load_settings(Recipe, recipe, settings or [])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
 
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
     from .training.train import train as run
 
-    print(run(checked))
+    with logging_redirect_tqdm():  # lines above the bar, not in it
+        print(run(checked))
 
 
 @app.command("eval")

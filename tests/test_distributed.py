@@ -110,7 +110,7 @@ def test_two_ranks_reach_the_weights_of_one_with_the_same_global_batch(folder):
 )
 def test_a_lost_rank_ends_the_other_within_a_minute_and_the_run_can_go_on(folder, lost, how):
     name = f"lost-{lost}-{how.name}"
-    with Pair(folder, name, "run.steps=100000", "run.evaluate_every=1000000", "run.peer_timeout=4") as pair:
+    with Pair(folder, name, "run.steps=100000", "run.evaluate_every=1000000", "run.peer_timeout=10") as pair:
         pair.wait_for_steps(4)
         pair.processes[lost].send_signal(how)
         began, survivor = time.monotonic(), pair.processes[1 - lost]
@@ -125,7 +125,7 @@ def test_a_lost_rank_ends_the_other_within_a_minute_and_the_run_can_go_on(folder
 
 def test_a_rank_that_is_killed_does_not_change_where_the_run_ends(folder):
     (folder / "one").exists() or train(load_settings(Recipe, folder / "recipe.yaml", [f"run.folder={folder / 'one'}"]))
-    with Pair(folder, "resumed", "run.peer_timeout=4") as pair:
+    with Pair(folder, "resumed", "run.peer_timeout=10") as pair:
         pair.wait_for_steps(3)
         pair.processes[1].kill()
         pair.processes[0].communicate(timeout=LIMIT)

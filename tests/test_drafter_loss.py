@@ -20,12 +20,14 @@ from models import HIDDEN, LAYERS, draft_config, randomize, target
 
 from dflash import DFlashDraftModel
 from dflash.training import attention
+from dflash.training.batches import Batches
 from dflash.training.bench_step import DenseAttention, Shape, build, in_turns, step
 from dflash.training.data import Sequences
-from dflash.training.drafter import DrafterSettings, TargetPass, drafter_batches, drafter_loss, target_reader
+from dflash.training.drafter import TargetPass, drafter_loss
 from dflash.training.fit import FitSettings, fit
 from dflash.training.losses import ObjectiveSettings, forward_kl, prediction_losses
 from dflash.training.optimizer import MuonSettings
+from dflash.training.recipe import DataSettings
 from dflash.training.settings import SettingsError, from_dict
 
 VOCAB, GAMMA = 29, 3.0
@@ -352,6 +354,16 @@ def test_a_block_sees_nothing_at_its_anchor_or_behind_it(seed):
     assert all(mx.array_equal(gradients[name], other_gradients[name]) for name in gradients)
 
 
+def reader(real, layer_ids):
+    """Passes of a real target, inside the loss."""
+
+    def read(tokens):
+        hidden, features = real.forward_hidden(tokens, None, layer_ids)
+        return TargetPass(features, hidden)
+
+    return read
+
+
 def test_kl_compares_each_position_with_what_the_target_says_after_the_token_before_it():
     """With a real target: its own logits, one document at a time, against one reading of the padded pack."""
     real = target("qwen3", 2, VOCAB)
@@ -359,7 +371,7 @@ def test_kl_compares_each_position_with_what_the_target_says_after_the_token_bef
     model.bind(real)
     documents, wanted = pack_of_three(), []
     arrays, _ = padded(documents)
-    read = target_reader(real, model.target_layer_ids)
+    read = reader(real, model.target_layer_ids)
     loss = drafter_loss(read, ObjectiveSettings("kl", gamma=GAMMA), real.head)(model, *arrays)
     total, counted = 0.0, 0.0
     for d in documents:
@@ -385,8 +397,8 @@ def test_a_drafter_learns_a_text_that_repeats_itself(kind, tmp_path):
     real, model = target("qwen3", 2, VOCAB), randomize(DFlashDraftModel(draft_config(VOCAB, block_size=6)), 1)
     model.bind(real)
     fitting = FitSettings(steps=20, batches_per_step=2, log_every=5, optimizer=MuonSettings(decay_steps=5))
-    batches = drafter_batches(sequences, DrafterSettings(fitting, anchors=8, batch_tokens=80))
-    loss = drafter_loss(target_reader(real, model.target_layer_ids), ObjectiveSettings(kind), real.head)
+    batches = Batches(sequences, DataSettings(tmp_path, 80, 80, anchors=8), epochs=20)
+    loss = drafter_loss(reader(real, model.target_layer_ids), ObjectiveSettings(kind), real.head)
     fit(model, batches, loss, fitting, tmp_path)
     logged = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert logged[-1] < 0.5 * logged[0]

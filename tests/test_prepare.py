@@ -146,6 +146,23 @@ def test_samples_depend_on_seed_and_shard_and_follow_the_temperature(target, tmp
     assert shards_of_one_text[0] == shards_of_one_text[2] != shards_of_one_text[1]
 
 
+def test_no_held_out_sequence_is_said_before_the_work(target, tmp_path, monkeypatch, caplog):
+    class Begun(BaseException):
+        pass
+
+    def begun(*_):
+        raise Begun
+
+    monkeypatch.setattr(preparing, "write_responses", begun)
+    with pytest.raises(Begun):
+        prepare(prompts(5), target, PrepareSettings(heldout_percent=1e-9), tmp_path / "none")
+    assert "greater --heldout-percent" in caplog.text
+    caplog.clear()
+    with pytest.raises(Begun):
+        prepare(prompts(5), target, PrepareSettings(heldout_percent=0), tmp_path / "not asked for")
+    assert not caplog.text
+
+
 # --- resuming -------------------------------------------------------------------------------------------------
 
 OPTIONS = PrepareSettings(max_tokens=6, temp=1.0, shard_size=2, heldout_percent=25)
@@ -336,7 +353,8 @@ main()
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits for the size of a file")
 def test_a_full_disk_is_one_line_of_error_and_the_same_command_continues(target_folder, target, tmp_path):
     data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(8)))
-    options = [str(data), "--target", str(target_folder), "--max-tokens", "50", "--shard-size", "4", "--output"]
+    options = [str(data), "--target", str(target_folder), "--max-tokens", "50", "--shard-size", "4"]
+    options += ["--heldout-percent", "0", "--output"]
     arguments = [sys.executable, "-c", ALMOST_FULL, "prepare", *options, str(tmp_path / "made")]
     full = subprocess.run(arguments, capture_output=True, text=True)
     assert full.returncode == 1

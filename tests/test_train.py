@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 from runs import read_log, write_dataset, write_recipe, write_target
 from typer.testing import CliRunner
 
@@ -143,39 +144,49 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 60) -> None:
         time.sleep(0.002)
 
 
-def log_has(run: Path, count: int):
-    return lambda: (run / "log.jsonl").exists() and len((run / "log.jsonl").read_text().splitlines()) >= count
+def lines_logged(run: Path) -> int:
+    return len((run / "log.jsonl").read_text().splitlines()) if (run / "log.jsonl").exists() else 0
 
 
-def test_a_run_killed_at_several_moments_ends_with_the_same_bytes(undisturbed, folder):
+LONG = "run.steps=60", "run.evaluate_every=25"  # long enough to be caught in the middle
+
+
+@pytest.fixture(scope="module")
+def long_run(folder) -> Path:
+    train(recipe(folder, "long", *LONG))
+    return folder / "long"
+
+
+def test_a_run_killed_at_ten_random_moments_ends_with_the_same_bytes(long_run, folder):
     write_recipe(folder)
     run, rng, codes = folder / "killed", random.Random(5), []
-    for lines in (1, 4, 8):
-        process = start(folder, "killed")
-        wait_for(log_has(run, lines), process)
+    for _ in range(10):
+        wanted = lines_logged(run) + rng.randint(0, 4)  # 0: while it starts
+        process = start(folder, "killed", *LONG)
+        wait_for(lambda wanted=wanted: lines_logged(run) >= wanted, process)
         time.sleep(rng.random() * 0.02)
         process.kill()
         process.communicate(timeout=30)
         codes.append(process.returncode)
-    assert -signal.SIGKILL in codes
-    train(recipe(folder, "killed"))
-    assert result(run) == result(undisturbed)
+    assert codes.count(-signal.SIGKILL) > 5
+    train(recipe(folder, "killed", *LONG))
+    assert result(run) == result(long_run)
     steps = [(line["step"], "loss" in line) for line in read_log(run)]
-    assert steps == [(line["step"], "loss" in line) for line in read_log(undisturbed)]
+    assert steps == [(line["step"], "loss" in line) for line in read_log(long_run)]
 
 
-def test_ctrl_c_saves_exits_with_130_and_the_run_continues_to_the_same_bytes(undisturbed, folder):
+def test_ctrl_c_saves_exits_with_130_and_the_run_continues_to_the_same_bytes(long_run, folder):
     write_recipe(folder)
     run, unsaved = folder / "stopped", "run.checkpoint_every=1000"
-    process = start(folder, "stopped", unsaved)
-    wait_for(log_has(run, 2), process)
+    process = start(folder, "stopped", *LONG, unsaved)
+    wait_for(lambda: lines_logged(run) >= 2, process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert (run / "state.safetensors").exists()
     assert "Traceback" not in errors
-    train(recipe(folder, "stopped", unsaved))
-    assert result(run) == result(undisturbed)
+    train(recipe(folder, "stopped", *LONG, unsaved))
+    assert result(run) == result(long_run)
 
 
 class Stop(Exception):
@@ -235,6 +246,19 @@ def test_mean_gradient_is_that_of_one_large_batch():
     whole, expected = MeanGradient(model, loss, 1)(model.trainable_parameters(), iter([(mx.array(x),)]))
     assert np.mean(losses) == pytest.approx(whole[0], rel=1e-5)
     np.testing.assert_allclose(np.array(gradients["weight"]), np.array(expected["weight"]), rtol=1e-4)
+
+
+def test_a_step_leaves_the_model_its_own_weights_whatever_the_loss_computes_in():
+    model = mx_linear()
+
+    def loss(model, x):
+        model.update(tree_map(lambda w: w.astype(mx.bfloat16), model.trainable_parameters()))
+        return (model(x) ** 2).mean()
+
+    parameters = model.trainable_parameters()
+    MeanGradient(model, loss, 1)(parameters, iter([(mx.ones((4, 3)),)]))
+    assert model.weight is parameters["weight"]
+    assert model.weight.dtype == mx.float32
 
 
 # --- a loss that blows up -------------------------------------------------------------------------------
@@ -371,6 +395,11 @@ def test_the_ready_recipes_hold_the_published_settings(path):
         ("run.epochs=many", "epochs must be of type int, got 'many'"),
         ("data.batch_tokens=10", "cannot hold a sequence of max_length 40"),
         ("drafter.block_size=1", "at least 2"),
+        ("drafter.head_dim=7", "head_dim must be even, got 7"),
+        ("drafter.seed=-1", "seed must be at least 0"),
+        ("data.seed=-1", "seed must be at least 0"),
+        ("optimizer.weight_decay=-1", "weight_decay must be at least 0"),
+        ("optimizer={kind: muon, clip: 0}", "clip must be above 0"),
         ("drafter.target_layer_ids=[1, 1]", "different layer numbers"),
         ("run.folder", "expected key.sub=value"),
         ("target.name=x", "holds no keys"),
@@ -408,6 +437,14 @@ def test_a_run_folder_of_another_recipe_or_other_data_is_refused(undisturbed, fo
     write_dataset(tmp_path / "data", folder / "target", seed=1)
     with pytest.raises(TrainingError, match=r"run with dataset\."):
         train(recipe(folder, "undisturbed", f"data.folder={tmp_path / 'data'}"))
+
+
+def test_a_run_that_an_explosion_stopped_goes_on_with_a_greater_limit(folder):
+    short = "run.steps=20", "run.evaluate_every=100"
+    with pytest.raises(TrainingError, match=r"more than 1 times .* or go on with a greater explosion"):
+        train(recipe(folder, "exploding", *short, "run.explosion=1.0000001"))
+    train(recipe(folder, "exploding", *short, "run.explosion=null"))
+    assert read_log(folder / "exploding")[-1]["step"] == 20
 
 
 def test_the_mask_token_is_a_text_an_id_or_the_tokenizers_own(folder):
@@ -482,8 +519,10 @@ def test_export_writes_best_or_last_and_refuses_what_is_no_run(undisturbed, tmp_
     assert (tmp_path / "best" / "model.safetensors").read_bytes() == result(undisturbed)[0]
     assert invoke("export", undisturbed, tmp_path / "last", "--last").exit_code == 0
     assert "not evaluated" in (tmp_path / "last" / "README.md").read_text()
-    answer = invoke("export", tmp_path, tmp_path / "x")
-    assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
+    (tmp_path / "last" / "recipe.json").write_text("{}")
+    for wrong in (tmp_path, tmp_path / "best", tmp_path / "last"):
+        answer = invoke("export", wrong, tmp_path / "x")
+        assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
 
 
 def test_nothing_is_pushed_without_being_asked_and_a_refusal_is_one_line(undisturbed, tmp_path, monkeypatch):

@@ -113,7 +113,9 @@ def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     try:
         return read_arrays(path)
     except RuntimeError as error:
-        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(
+            f"{path} is damaged: {str(error).splitlines()[0]} Remove it to go on without it."
+        ) from error
 
 
 def _rounded(value: Any) -> Any:

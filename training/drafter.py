@@ -6,7 +6,7 @@ architecture, or how a block is decoded.
 Shapes: N sequences, S sequence length, A anchors a sequence, B block size, E hidden size, F feature size.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,13 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash import DFlashConfig, DFlashDraftModel, DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel
 from dflash.drafter import DraftLayer
 
 from .arrays import flat
 from .attention import block_attention
-from .blocks import block_targets, draw_anchors, flat_places, position_weights
-from .data import Ints, Sequences, padded, plan_batches
+from .blocks import block_targets, flat_places, position_weights
 from .fastmath import swiglu
 from .fit import FitSettings
 from .losses import ObjectiveSettings, mean_in_chunks, prediction_losses
@@ -42,16 +41,6 @@ ReadTarget = Callable[[mx.array], TargetPass]
 
 BlockAttention = Callable[..., mx.array]
 """Takes and returns what :func:`~dflash.training.attention.block_attention` does."""
-
-
-def target_reader(target: LoadedTargetModel, layer_ids: Sequence[int]) -> ReadTarget:
-    """Passes of any target, by its adapter; the features are those of ``layer_ids``."""
-
-    def read(tokens_NS: mx.array) -> TargetPass:
-        hidden, features = target.forward_hidden(tokens_NS, None, layer_ids)
-        return TargetPass(features, hidden)
-
-    return read
 
 
 @dataclass(frozen=True)
@@ -187,30 +176,3 @@ def drafter_loss(
         return mean_in_chunks(losses, hidden_TE, others, weights.reshape(-1)[counted], objective.chunk)
 
     return loss
-
-
-def drafter_batches(sequences: Sequences, settings: DrafterSettings) -> Callable[[int], tuple[mx.array, ...]]:
-    """``batch(number)``: tokens, response mask and freshly drawn anchors."""
-    starts, needed = sequences.starts, settings.fit.steps * settings.fit.batches_per_step
-    plan: list[Ints] = []
-    for epoch in range(needed):
-        if len(plan) >= needed:
-            break
-        plan += plan_batches(sequences.lengths, settings.batch_tokens, settings.seed + epoch)
-
-    def batch(number: int) -> tuple[mx.array, ...]:
-        tokens, response = padded(sequences, plan[number], starts)
-        anchors = draw_anchors(response, settings.anchors, np.random.default_rng([settings.seed, number]))
-        return mx.array(tokens), mx.array(response), mx.array(anchors)
-
-    return batch
-
-
-def acceptance_length(
-    model: DFlashDraftModel, target: LoadedTargetModel, prompts: Iterable[list[int]], max_tokens: int
-) -> float:
-    """Tokens committed per target pass when the two decode greedily."""
-    decoder = DFlashSpeculativeDecoder(target, model)
-    responses = (r for prompt in prompts for r in decoder.stream_generate(prompt, max_tokens))
-    accepted = [r.accepted for r in responses if r.accepted]
-    return sum(accepted) / max(1, len(accepted))

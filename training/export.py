@@ -60,7 +60,9 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
     ``OSError`` if the disk does not take it.
     """
     config = DFlashConfig.from_dict(read_json(run / "config.json"))
-    recipe = read_json(run / "recipe.json")["recipe"]
+    recipe = read_json(run / "recipe.json").get("recipe")
+    if not isinstance(recipe, dict):
+        raise CheckpointError(f"{run / 'recipe.json'} holds no recipe; expected the folder of a run of dflash train.")
     model = DFlashDraftModel(config)
     model.load_weights(list(read_weights(run, best).items()))
     mx.eval(model.parameters())

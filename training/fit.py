@@ -79,7 +79,6 @@ def fit(
     offending batch; the weights of that step are not saved.
     """
     ranks = ranks or Ranks()
-    folder.mkdir(parents=True, exist_ok=True)
     optimizer = Optimizer(model.trainable_parameters(), settings.optimizer)
     done, losses = load_checkpoint(folder / STATE, model, optimizer) if ranks.writes else (0, [])
     done, losses = _all_start_alike(ranks, model, optimizer, done, losses)
@@ -88,6 +87,7 @@ def fit(
     if done:
         logger.info("Continuing %s at step %d of %d.", folder, done, settings.steps)
     if ranks.writes:
+        folder.mkdir(parents=True, exist_ok=True)
         cut_log(folder, done)
 
     size = settings.batches_per_step
@@ -115,7 +115,7 @@ def fit(
             mx.eval(norm, updated, optimizer.inner.state)
             if not math.isfinite(norm):
                 names = ", ".join(name_batch(n) for n in numbers)
-                raise TrainingError(f"The gradient is {float(norm)} at step {step + 1}, in {names}.{_KEPT}")
+                raise TrainingError(f"The gradient is {float(norm)} at step {step + 1}, in {names}.{_KEPT}.")
             model.update(updated)
             recent.append(float(np.float32(sum(values) / size)))  # so that every rank has the same
             bar.set_postfix(loss=f"{recent[-1]:.3f}", refresh=False)
@@ -153,7 +153,7 @@ def _all_start_alike(
     return done, ranks.joined(losses if ranks.rank == 0 else [0.0] * count)[:: ranks.size]
 
 
-_KEPT = " The last checkpoint is from before it; lower the learning rate, or take the sequences out."
+_KEPT = " The last checkpoint is from before it. Begin again with a lower learning rate, or without the sequences"
 
 
 def _check_losses(
@@ -164,11 +164,11 @@ def _check_losses(
     limit = math.inf if explosion is None else explosion * median
     for value, name in zip(values, names, strict=True):
         if not math.isfinite(value):
-            raise TrainingError(f"The loss is {value} at step {step + 1}, in {name}.{_KEPT}")
+            raise TrainingError(f"The loss is {value} at step {step + 1}, in {name}.{_KEPT}.")
         if value > limit:
             raise TrainingError(
                 f"The loss is {value:.4g} at step {step + 1}, in {name}: more than {explosion:g} times the "
-                f"recent median {median:.4g}.{_KEPT}"
+                f"recent median {median:.4g}.{_KEPT}, or go on with a greater explosion."
             )
 
 

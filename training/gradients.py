@@ -75,6 +75,7 @@ def _value_and_gradient(loss: Loss, parameters: Any, model: nn.Module, arrays: B
     own = tree_map(lambda array: array, parameters)  # value_and_grad puts its tracers into this very tree
     result = mx.value_and_grad(loss_of)(own)
     mx.eval(result)
+    model.update(parameters)  # in place of tracers, or of the casts that a loss computed in
     return result
 
 

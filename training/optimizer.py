@@ -34,6 +34,7 @@ class AdamWSettings:
 
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, f"learning_rate must be above 0, got {self.learning_rate}.")
+        require(self.weight_decay >= 0, f"weight_decay must be at least 0, got {self.weight_decay}.")
         require(0 <= self.warmup < 1, f"warmup is a share of all steps, from 0 to below 1, got {self.warmup}.")
         require(self.clip > 0, f"clip must be above 0, got {self.clip}.")
 
@@ -72,6 +73,12 @@ class MuonSettings:
     fast_steps: int | None = None
     settled: float = 1.0
     clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("matrix_learning_rate", "learning_rate", "settled", "clip"):
+            require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")
+        for name in ("weight_decay", "warmup_steps", "decay_steps"):
+            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
 
     def share(self, step: int, steps: int) -> float:
         """Share of the peak learning rates at ``step`` of ``steps``."""

@@ -132,6 +132,13 @@ def prepare(
     if settings.top_k >= target.vocab_size:
         raise DataError(f"top_k must be below the target's {target.vocab_size} tokens, got {settings.top_k}.")
     plan = make_plan(conversations, target, settings)
+    if not plan.rows["heldout"] and settings.heldout_percent:
+        logger.warning(
+            "None of %d sequences falls into the held-out %g %%, and 'dflash train' needs some: stop here and "
+            "give a greater --heldout-percent with an empty folder.",
+            len(plan.rows["train"]),
+            settings.heldout_percent,
+        )
     description: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,

@@ -37,7 +37,7 @@ class PeerLostError(TrainingError):
 class Ranks:
     """The group of processes that train together; ``timeout`` is in seconds."""
 
-    def __init__(self, group: mx.distributed.Group | None = None, timeout: float = 40.0):
+    def __init__(self, group: mx.distributed.Group | None = None, timeout: float = 30.0):
         self.group = group
         self.rank, self.size = (group.rank(), group.size()) if group is not None else (0, 1)
         self.timeout = timeout

@@ -17,6 +17,10 @@ def _positive(settings: object, *names: str) -> None:
         require(value is None or value > 0, f"{name} must be above 0, got {value}.")
 
 
+def _seed(settings: "DataSettings | DrafterShape") -> None:
+    require(0 <= settings.seed < 2**63, f"seed must be at least 0 and below 2**63, got {settings.seed}.")
+
+
 @dataclass(frozen=True)
 class DataSettings:
     """Which dataset (a folder made by ``dflash prepare``) and how it is put into batches.
@@ -37,6 +41,7 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         _positive(self, "max_length", "batch_tokens", "anchors", "batch_blocks")
+        _seed(self)
         require(
             self.batch_tokens >= self.max_length,
             f"batch_tokens {self.batch_tokens} cannot hold a sequence of max_length {self.max_length}.",
@@ -65,6 +70,8 @@ class DrafterShape:
     def __post_init__(self) -> None:
         _positive(self, "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
         _positive(self, "head_dim", "rope_theta")
+        _seed(self)
+        require(self.head_dim is None or self.head_dim % 2 == 0, f"head_dim must be even, got {self.head_dim}.")
         require(self.block_size > 1, f"block_size counts the anchor and must be at least 2, got {self.block_size}.")
         require(
             all(i >= 0 for i in self.target_layer_ids)
@@ -96,7 +103,7 @@ class RunSettings:
     evaluate_prompts: int = 64
     evaluate_tokens: int = 256
     explosion: float | None = 20.0
-    peer_timeout: float = 40.0
+    peer_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         _positive(self, "epochs", "steps", "batches_per_step", "threads", "log_every", "checkpoint_every")

@@ -40,7 +40,14 @@ logger = logging.getLogger(__name__)
 RECIPE, CONFIG, FINISHED = "recipe.json", "config.json", "drafter"
 
 _MAY_CHANGE = {
-    *("run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout", "run.grad_checkpoint"),
+    *(
+        "run.folder",
+        "run.log_every",
+        "run.checkpoint_every",
+        "run.peer_timeout",
+        "run.explosion",
+        "run.grad_checkpoint",
+    ),
     *("data.folder", "data.cached_features"),
 }
 

@@ -57,6 +57,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
 def read_safetensors(folder: Path) -> dict[str, mx.array]:
     """All tensors of the ``*.safetensors`` files in ``folder``; pickled weights are never read."""
     files = sorted(folder.glob("*.safetensors"))

@@ -8,6 +8,7 @@ import yaml
 from models import TEXT_VOCAB, llama_model, qwen3_model, save_target
 
 import dflash
+from dflash.files import write_json
 from dflash.training import shards
 from dflash.training.data import Sequences
 
@@ -25,7 +26,7 @@ def write_dataset(folder: Path, target: Path, count: int = 24, seed: int = 0) ->
     loaded = dflash.load_target(target)
     manifest = {"format": shards.FORMAT, "version": shards.VERSION, "splits": splits}
     manifest |= {"target": shards.target_fingerprint(loaded), "tokenizer": shards.tokenizer_fingerprint(loaded)}
-    shards.write_json(folder / shards.MANIFEST, manifest)
+    write_json(folder / shards.MANIFEST, manifest)
     return folder
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from dflash import LoadedTargetModel, cli
 from dflash.adapters import small
 from dflash.errors import DataError
+from dflash.files import write_json
 from dflash.training import feature_cache as fc
 from dflash.training import shards
 from dflash.training.batches import Batches
@@ -45,7 +46,7 @@ def dataset(folder: Path, seed: int = 0, sizes: tuple[int, ...] = (5, 1, 6)) -> 
     sequences = Sequences.load(*paths)
     counts = {"shards": len(sizes), "sequences": len(sequences), "tokens": len(sequences.tokens)}
     manifest = {"format": shards.FORMAT, "version": shards.VERSION, "target": f"t{seed}", "tokenizer": ""}
-    shards.write_json(folder / shards.MANIFEST, manifest | {"splits": {"train": counts, "heldout": counts}})
+    write_json(folder / shards.MANIFEST, manifest | {"splits": {"train": counts, "heldout": counts}})
     return sequences
 
 
@@ -131,7 +132,7 @@ def test_reading_a_batch_holds_that_batch_alone(tmp_path):
     header = {f"{i}.features": ("F32", (100, 64)) for i in range(50)}
     fc._stream_safetensors(tmp_path / "000000.safetensors", header, (mx.full((100, 64), i) * 1.0 for i in range(50)))
     wanted = {"max_length": 100, "arrays": {"features": {"width": 64, "dtype": "F32"}}}
-    shards.write_json(tmp_path / shards.MANIFEST, wanted | {"shards": [50]})
+    write_json(tmp_path / shards.MANIFEST, wanted | {"shards": [50]})
     cached, size = fc.CachedFeatures(tmp_path, wanted), 100 * 64 * 4
     mx.clear_cache()
     before = mx.get_active_memory()

@@ -26,12 +26,12 @@ from tqdm import tqdm
 
 from dflash import LoadedTargetModel
 from dflash.errors import CheckpointError, DataError
-from dflash.files import read_json, remove_unfinished, write_whole
+from dflash.files import read_json, remove_unfinished, write_json, write_whole
 
 from .batches import Batches, usable
 from .data import Ints, Sequences, padded, plan_batches
 from .recipe import DataSettings
-from .shards import MANIFEST, dataset_fingerprint, read_manifest, read_shard, shard_path, write_json
+from .shards import MANIFEST, dataset_fingerprint, read_manifest, read_shard, shard_path
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from dflash import LoadedTargetModel
 from dflash.errors import DataError
+from dflash.files import write_json
 
 from .answers import write_responses
 from .chat import Row, encode
@@ -45,7 +46,6 @@ from .shards import (
     shard_path,
     target_fingerprint,
     tokenizer_fingerprint,
-    write_json,
     write_shard,
 )
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash import LoadedTargetModel
 from dflash.errors import CheckpointError, DataError
-from dflash.files import read_json, write_whole
+from dflash.files import read_json
 
 from .arrays import flat
 from .data import Ints, Sequences
@@ -93,12 +93,6 @@ def write_shard(path: Path, sequences: Sequence[tuple[Ints, Ints]]) -> None:
     tokens = np.concatenate([np.zeros(0, np.int32), *(tokens for tokens, _ in sequences)])
     response = np.concatenate([np.zeros(0, bool), *(response for _, response in sequences)])
     Sequences(tokens, response, np.asarray([len(tokens) for tokens, _ in sequences], np.int32)).save(path)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write an object, whole or not at all."""
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -19,7 +19,7 @@ import mlx.core as mx
 from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
 from dflash.errors import TrainingError
-from dflash.files import read_json, remove_unfinished, write_whole
+from dflash.files import read_json, remove_unfinished, write_json
 
 from .batches import Batches
 from .checkpoints import BEST, LOG, STATE
@@ -40,15 +40,8 @@ logger = logging.getLogger(__name__)
 RECIPE, CONFIG, FINISHED = "recipe.json", "config.json", "drafter"
 
 _MAY_CHANGE = {
-    *(
-        "run.folder",
-        "run.log_every",
-        "run.checkpoint_every",
-        "run.peer_timeout",
-        "run.explosion",
-        "run.grad_checkpoint",
-    ),
-    *("data.folder", "data.cached_features"),
+    *("run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout"),
+    *("run.explosion", "run.grad_checkpoint", "data.folder", "data.cached_features"),
 }
 
 
@@ -78,7 +71,7 @@ def train(recipe: Recipe) -> Path:
     ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
     if ranks.writes:
         claim(folder, identity)
-        write_whole(folder / CONFIG, lambda file: file.write_text(json.dumps(drafter.config.to_dict(), indent=2)))
+        write_json(folder / CONFIG, drafter.config.to_dict())
     logger.info(
         "%d sequences, %d batches, %d steps on %s, %d process(es).",
         len(batches.sequences),
@@ -256,7 +249,7 @@ def claim(folder: Path, identity: dict[str, Any]) -> None:
             )
     for name in (RECIPE, CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
         remove_unfinished(folder / name)
-    write_whole(path, lambda file: file.write_text(json.dumps(identity, indent=2) + "\n"))
+    write_json(path, identity)
 
 
 def _differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:

@@ -4,7 +4,6 @@ Knows the format: ``config.json`` and safetensors with the published weight name
 targets or decoding.
 """
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ from .backend import to_compute_dtype
 from .config import DFlashConfig
 from .drafter import DFlashDraftModel
 from .errors import CheckpointError
-from .files import read_json, read_safetensors, resolve_checkpoint, write_whole
+from .files import read_json, read_safetensors, resolve_checkpoint, write_json, write_whole
 
 
 def load_drafter(path_or_hub_name: str | Path) -> DFlashDraftModel:
@@ -46,7 +45,7 @@ def save_drafter(model: DFlashDraftModel, path: str | Path, dtype: mx.Dtype = mx
         path / "model.safetensors",
         lambda file: mx.save_safetensors(str(file), weights, metadata={"format": "pt"}),
     )
-    write_whole(path / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n"))
+    write_json(path / "config.json", config)
 
 
 def _parameters(model: DFlashDraftModel) -> dict[str, mx.array]:

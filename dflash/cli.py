@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from .cli_adapters import app as adapters_app
+from .cli_training import app as training_app
 from .errors import DFlashError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(adapters_app, name="adapters")
+app.add_typer(training_app)  # without a name: its commands stand beside the ones below
 
 Target = Annotated[
     str | None, typer.Option(metavar="PATH|HUB", help="Folder or hub name of the target. Default: the pair that ships.")

@@ -19,3 +19,11 @@ class IncompatibleModelsError(DFlashError):
 
 class GenerationError(DFlashError):
     """A request that cannot be served: empty prompt, negative counts, too long."""
+
+
+class DataError(DFlashError):
+    """A file of prompts or a dataset is missing, broken, empty, or belongs to another target."""
+
+
+class TrainingError(DFlashError):
+    """Training cannot start or go on: unusable data, a loss that blew up, another recipe's run, a lost rank."""

@@ -57,6 +57,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
 def read_safetensors(folder: Path) -> dict[str, mx.array]:
     """All tensors of the ``*.safetensors`` files in ``folder``; pickled weights are never read."""
     files = sorted(folder.glob("*.safetensors"))
@@ -88,3 +94,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what processes that were killed inside :func:`write_whole` left beside ``path``."""
+    for leftover in path.parent.glob(f".{path.stem}-????????{path.suffix}"):
+        leftover.unlink(missing_ok=True)

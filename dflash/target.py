@@ -140,6 +140,7 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise CheckpointError(f"Cannot load the target at {path}: {reason}") from error
     to_compute_dtype(model)
+    mx.eval(model.parameters())  # what is left lazy could only be computed in this thread
     return LoadedTargetModel(model, tokenizer)
 
 

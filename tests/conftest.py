@@ -6,10 +6,27 @@ import os
 # with float64 and between batch shapes need all of float32. Read once, when MLX starts.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
-import dflash  # noqa: F401 (before any `import mlx`: loads the fast BLAS)
+import dflash  # (before any `import mlx`: loads the fast BLAS)
 
 # The first example of a shape pays for building a model, so examples have no even duration.
 settings.register_profile("dflash", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dflash")
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target on disk whose pass takes well under a millisecond."""
+    from conversations import tiny_model
+    from models import save_target
+
+    return save_target(tiny_model(), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def target(target_folder: Path) -> dflash.LoadedTargetModel:
+    return dflash.load_target(target_folder)

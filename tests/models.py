@@ -62,6 +62,7 @@ def qwen3_model(seed: int, vocab: int = 32, layers: int = LAYERS, tied: bool = T
     model = randomize(qwen3.Model(qwen3.ModelArgs(**args)), seed, scale=2.0)
     if not tied:
         model.lm_head.weight = model.lm_head.weight * (HIDDEN**0.5 / 2)
+        mx.eval(model.parameters())
     return model
 
 

@@ -1,4 +1,4 @@
-"""Training: the block attention, anchors, weights, quick maths, interruption, and recipe files."""
+"""Training: blocks, anchors, weights, quick maths, interruption, and recipe files."""
 
 import json
 import math
@@ -17,61 +17,15 @@ from dflash import DFlashConfig, DFlashDraftModel
 from dflash.training import fastmath
 from dflash.training.answers import agreed_lengths, answer_from_guesses, answer_greedily
 from dflash.training.arrays import write_arrays
-from dflash.training.attention import block_attention
 from dflash.training.blocks import block_targets, draw_anchors, position_weights
 from dflash.training.data import Sequences, padded, plan_batches
 from dflash.training.drafter import draft_hidden
 from dflash.training.fit import FitSettings, fit
-from dflash.training.losses import decayed_cross_entropy
-from dflash.training.optimizer import OptimizerSettings, schedule
+from dflash.training.optimizer import MuonSettings
 from dflash.training.pair import PairSettings
 from dflash.training.settings import SettingsError, from_dict, load_settings
 from dflash.training.target import TargetSettings, answer_loss, answer_places, build_target, hidden_states
 from dflash.training.tokenizer import encode_answer, save_tokenizer, train_tokenizer
-
-N, S, A, B, H, K, D = 2, 13, 3, 4, 4, 2, 8
-
-
-def dense_attention(q, k, v, ck, cv, anchors, window, causal):
-    """One masked attention over `[context, all blocks]` for each sequence, written out."""
-    out = []
-    for n in range(N):
-        rows = slice(n * A, (n + 1) * A)
-        # [heads, A * B, D] of all blocks of this sequence
-        queries = q[rows].transpose(1, 0, 2, 3).reshape(H, A * B, D)
-        keys = mx.concatenate([ck[n], k[rows].transpose(1, 0, 2, 3).reshape(K, A * B, D)], axis=1)
-        values = mx.concatenate([cv[n], v[rows].transpose(1, 0, 2, 3).reshape(K, A * B, D)], axis=1)
-        seen = np.zeros((A * B, S + A * B), dtype=bool)
-        for a in range(A):
-            for i in range(B):
-                anchor = int(anchors[n, a])
-                for s in range(S):
-                    seen[a * B + i, s] = s < anchor and (window is None or s > anchor + i - window)
-                for j in range(B):
-                    seen[a * B + i, S + a * B + j] = j <= i or not causal
-        keys, values = mx.repeat(keys, H // K, axis=0), mx.repeat(values, H // K, axis=0)
-        scores = queries @ keys.swapaxes(-1, -2) * D**-0.5
-        weights = mx.softmax(mx.where(mx.array(seen), scores, -1e9), axis=-1)
-        out.append((weights @ values).reshape(H, A, B, D).transpose(1, 0, 2, 3))
-    return mx.concatenate(out)
-
-
-@pytest.mark.parametrize(("window", "causal"), [(None, False), (None, True), (5, False), (5, True), (1, True)])
-def test_block_attention_equals_dense_masked_attention(window, causal):
-    mx.random.seed(0)
-    q, k, v = (mx.random.normal((N * A, heads, B, D)) for heads in (H, K, K))
-    ck, cv = (mx.random.normal((N, K, S, D)) for _ in range(2))
-    anchors, weight = mx.array([[2, 7, 7], [1, 12, 5]]), mx.random.normal((N * A, H, B, D))
-
-    def run(function):
-        return mx.value_and_grad(lambda *x: (function(*x, anchors, window, causal) * weight).sum(), argnums=range(5))(
-            q, k, v, ck, cv
-        )
-
-    assert mx.abs(block_attention(q, k, v, ck, cv, anchors, window, causal)
-                  - dense_attention(q, k, v, ck, cv, anchors, window, causal)).max() < 1e-5  # fmt: skip
-    for mine, dense in zip(run(block_attention)[1], run(dense_attention)[1], strict=True):
-        assert mx.abs(mine - dense).max() < 1e-5
 
 
 class FakeTarget:
@@ -152,13 +106,6 @@ def test_position_weights_decay_from_one():
     assert weights[7].item() == pytest.approx(math.exp(-1))
 
 
-def test_predictions_of_weight_zero_do_not_count():
-    logits, targets = mx.random.normal((6, 9)), mx.array([1, 2, 3, 4, 5, 6])
-    weights = mx.array([1.0, 0.5, 0.0, 0.0, 2.0, 1.0])
-    expected = (nn.losses.cross_entropy(logits, targets) * weights).sum() / weights.sum()
-    assert decayed_cross_entropy(logits, targets, weights).item() == pytest.approx(expected.item(), rel=1e-5)
-
-
 def test_quick_maths_equals_mlx_in_values_and_gradients():
     mx.random.seed(2)
     x, y, t = mx.random.normal((40, 30)) * 6, mx.random.normal((40, 30)), mx.random.randint(0, 30, (40,))
@@ -203,7 +150,7 @@ class Interrupted(Exception):
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
-    settings = FitSettings(steps=7, checkpoint_every=2, optimizer=OptimizerSettings(warmup_steps=2, decay_steps=3))
+    settings = FitSettings(steps=7, checkpoint_every=2, optimizer=MuonSettings(warmup_steps=2, decay_steps=3))
 
     def batch(number, stop_at=None):
         if number == stop_at:
@@ -239,8 +186,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_schedule_warms_up_stays_flat_and_decays_whatever_the_length():
-    settings = OptimizerSettings(warmup_steps=4, decay_steps=5)
-    short, long = ([schedule(i, n, settings) for i in range(n)] for n in (20, 40))
+    settings = MuonSettings(warmup_steps=4, decay_steps=5)
+    short, long = ([settings.share(i, n) for i in range(n)] for n in (20, 40))
     assert short[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert max(short) == 1
     for shares in (short, long):

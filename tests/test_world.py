@@ -13,6 +13,7 @@ from itertools import combinations, permutations
 import pytest
 
 from dflash.training.world import (
+    FUNCTION_SHARE,
     check_answer,
     check_answers,
     distinct_meanings,
@@ -221,4 +222,4 @@ def test_over_a_million_requests_exist():
 def test_kinds_have_their_shares():
     rng = random.Random(0)
     kinds = Counter(sample(rng, "train").kind for _ in range(2000))
-    assert 0.56 < kinds["function"] / 2000 < 0.64
+    assert abs(kinds["function"] / 2000 - FUNCTION_SHARE) < 0.04

@@ -1,4 +1,4 @@
-"""Answers that a target writes itself, greedily and many at a time.
+"""Answers that a target writes itself, many at a time.
 
 Knows mlx-lm's batched generation and token ids. Must not know what the requests are about.
 
@@ -8,6 +8,7 @@ target's own greedy choice, and only what follows the first other choice is deco
 
 import logging
 import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,20 +39,44 @@ class AnswersSettings:
     processes: int = 2
 
 
+def write_responses(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    stops: Iterable[int],
+    max_tokens: Sequence[int],
+    batch: int = 64,
+    sampler: Callable[[mx.array], mx.array] | None = None,
+    finished: Callable[[], object] = lambda: None,
+) -> list[list[int]]:
+    """The target's response to each prompt, with the stop token unless it was cut at its ``max_tokens``.
+
+    Greedy without a ``sampler``. ``finished`` is called whenever one is complete. The same prompts in the same
+    batches give the same responses; with a sampler that draws from MLX's random state, from the same seed.
+    """
+    generator = BatchGenerator(
+        model,
+        stop_tokens=[[stop] for stop in sorted(stops)],
+        sampler=sampler,
+        completion_batch_size=batch,
+        prefill_batch_size=min(batch, 32),
+    )
+    uids = generator.insert([list(prompt) for prompt in prompts], list(max_tokens))
+    numbers = {uid: i for i, uid in enumerate(uids)}
+    written: list[list[int]] = [[] for _ in prompts]
+    while responses := generator.next_generated():
+        for response in responses:
+            written[numbers[response.uid]].append(int(response.token))
+            if response.finish_reason is not None:
+                finished()
+    generator.close()
+    return written
+
+
 def answer_greedily(
     model: nn.Module, prompts: list[list[int]], end: int, max_tokens: int, batch: int = 64
 ) -> list[list[int]]:
     """The target's greedy answer to each prompt, with the ``end`` token unless it was cut at ``max_tokens``."""
-    generator = BatchGenerator(
-        model, stop_tokens=[[end]], completion_batch_size=batch, prefill_batch_size=min(batch, 32)
-    )
-    numbers = {uid: i for i, uid in enumerate(generator.insert(prompts, [max_tokens] * len(prompts)))}
-    answers: list[list[int]] = [[] for _ in prompts]
-    while responses := generator.next_generated():
-        for response in responses:
-            answers[numbers[response.uid]].append(int(response.token))
-    generator.close()
-    return answers
+    return write_responses(model, prompts, [end], [max_tokens] * len(prompts), batch)
 
 
 def agreed_lengths(model: nn.Module, guesses: Sequences, batch_tokens: int = 2048) -> Ints:

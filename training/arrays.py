@@ -3,6 +3,7 @@
 Knows names and files. Must not know what the arrays mean.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,8 +24,17 @@ def nested(arrays: dict[str, mx.array]) -> Any:
 
 
 def write_arrays(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, whole or not at all."""
-    write_whole(path, lambda file: mx.save_safetensors(str(file), arrays, metadata=metadata or {}))
+    """Write a safetensors file, whole or not at all. Raises ``OSError`` if the disk does not take it."""
+    mx.eval(arrays)
+
+    def write(file: Path) -> None:
+        try:
+            mx.save_safetensors(str(file), arrays, metadata=metadata or {})
+        except RuntimeError as error:  # how MLX reports that nothing more can be written
+            free = shutil.disk_usage(file.parent).free
+            raise OSError(f"{path} was not taken by the disk, with {free / 1e6:.0f} MB free ({error})") from error
+
+    write_whole(path, write)
 
 
 def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

@@ -30,6 +30,15 @@ def draw_anchors(response_NS: Ints, count: int, rng: np.random.Generator) -> Int
     return np.stack(rows).astype(np.int32)
 
 
+def flat_places(anchors_NA: mx.array, length: int, size: int) -> mx.array:
+    """Where the tokens that positions ``1 .. size - 1`` predict are in ``[N * S]`` tokens, shape ``[N, A, B-1]``.
+
+    Meaningless where a block is longer than what is left of its sequence of ``length``.
+    """
+    rows = mx.arange(anchors_NA.shape[0])[:, None, None] * length
+    return rows + anchors_NA[..., None] + mx.arange(1, size)
+
+
 def block_targets(
     tokens_NS: mx.array, response_NS: mx.array, anchors_NA: mx.array, size: int
 ) -> tuple[mx.array, mx.array]:

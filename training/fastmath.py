@@ -101,6 +101,11 @@ def _shifted_exp(x: mx.array, top: mx.array) -> mx.array:
     return exp_nonpositive(x - top)
 
 
+def shifted_exp(x: mx.array, top: mx.array) -> mx.array:
+    """``exp(x - top)`` where no ``x`` is above its row's ``top``, which has one column."""
+    return _shifted_exp(x, top) if on_cpu() else mx.exp(x - top)
+
+
 @mx.custom_function
 def _softmax(scores: mx.array) -> mx.array:
     weights = _shifted_exp(scores, scores.max(-1, keepdims=True))
@@ -157,9 +162,11 @@ def _logsumexp_vjp(primals: mx.array, cotangent: mx.array, output: mx.array) -> 
     return _shifted_exp(primals, output[..., None]) * cotangent[..., None]
 
 
+def logsumexp(logits: mx.array) -> mx.array:
+    """Logarithm of the sum of exponentials over the last axis."""
+    return _array(_logsumexp(logits)) if on_cpu() else mx.logsumexp(logits, axis=-1)
+
+
 def cross_entropy(logits_TV: mx.array, targets_T: mx.array) -> mx.array:
     """``-log softmax(logits)[target]`` of each token, shape ``[T]``."""
-    if not on_cpu():
-        return nn.losses.cross_entropy(logits_TV, targets_T)
-    chosen = mx.take_along_axis(logits_TV, targets_T[..., None], axis=-1).squeeze(-1)
-    return _array(_logsumexp(logits_TV)) - chosen
+    return logsumexp(logits_TV) - mx.take_along_axis(logits_TV, targets_T[..., None], axis=-1).squeeze(-1)

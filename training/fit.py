@@ -1,179 +1,195 @@
 """The training loop: batches in, weights out, and the same weights whether or not it was interrupted.
 
-Knows a model, a loss, batches by step number, and checkpoints. Must not know what is learned: target and
+Knows a model, a loss, batches by their number, and checkpoints. Must not know what is learned: target and
 drafter train through this one loop.
 """
 
-import copy
-import json
 import logging
 import math
-import threading
+import statistics
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+import numpy as np
 from tqdm import tqdm
 
-from .arrays import flat, nested, read_arrays, write_arrays
-from .cpu import set_blas_threads
-from .fastmath import on_cpu, warm_up
-from .optimizer import Optimizer, OptimizerSettings, schedule
+from dflash.errors import TrainingError
+
+from .arrays import flat, nested
+from .checkpoints import STATE, Best, cut_log, load_checkpoint, save_checkpoint, write_log
+from .gradients import Batch, Loss, MeanGradient
+from .interrupt import Interrupt
+from .optimizer import AdamWSettings, MuonSettings, Optimizer
+from .ranks import PeerLostError, Ranks
 
 logger = logging.getLogger(__name__)
 
-Loss = Callable[..., mx.array]
-Evaluate = Callable[[], dict[str, float]]
+Evaluate = Callable[[], dict[str, Any]]
+
+_RECENT, _ENOUGH = 64, 16  # losses whose median a new one is measured by, and how many make a median
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """All counts are in steps, so that a run does not depend on how fast the machine is."""
+    """All counts are in steps, so that a run does not depend on how fast the machine is.
+
+    A step takes the mean gradient of ``batches_per_step`` batches, all ranks together. ``threads`` of them
+    go side by side on a CPU, all of them if ``None``; the others follow (gradient accumulation). A loss of
+    more than ``explosion`` times the recent median stops the run.
+    """
 
     steps: int
     batches_per_step: int = 2
+    threads: int | None = None
     log_every: int = 20
     checkpoint_every: int = 50
     evaluate_every: int = 200
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-
-
-def save_checkpoint(path: Path, step: int, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write weights, optimiser state and the number of steps done to one file."""
-    arrays = {f"model.{k}": v for k, v in flat(model.trainable_parameters()).items()}
-    arrays |= {f"optimizer.{k}": v for k, v in optimizer.state.items()}
-    write_arrays(path, arrays, {"step": str(step)})
-
-
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Restore what :func:`save_checkpoint` wrote; returns the number of steps done, 0 without a file."""
-    if not path.exists():
-        return 0
-    arrays, metadata = read_arrays(path)
-    parts: dict[str, dict[str, mx.array]] = {"model": {}, "optimizer": {}}
-    for name, value in arrays.items():
-        part, _, rest = name.partition(".")
-        parts[part][rest] = value
-    model.update(nested(parts["model"]))
-    optimizer.state = parts["optimizer"]
-    return int(metadata["step"])
-
-
-class MeanGradient:
-    """Loss and gradients, averaged over several batches.
-
-    MLX runs one operation at a time on a CPU, and only its matrix products use more than one core; so each
-    batch of a step gets a thread, a copy of the model to trace and one core. The result does not depend on
-    the threads: batches are added in order.
-    """
-
-    def __init__(self, model: nn.Module, loss: Loss, batches: int):
-        self.loss = loss
-        self.models = [copy.deepcopy(model) for _ in range(batches)]
-        self.threads = threads = batches if on_cpu() else 1
-        self.pool = ThreadPoolExecutor(threads)
-        ready, turn = threading.Barrier(threads), threading.Lock()
-        list(self.pool.map(lambda _: _start_thread(turn, ready), range(threads)))
-
-    def __call__(self, parameters: Any, batches: list[tuple[mx.array, ...]]) -> tuple[mx.array, Any]:
-        """Mean loss and gradients of the loss at ``parameters``; the models take their turn in order."""
-        if self.threads > 1:
-            set_blas_threads(1)
-        results = list(self.pool.map(partial(self._one, parameters), self.models, batches))
-        mean = tree_map(lambda *values: sum(values[1:], values[0]) / len(values), *results)
-        return mean[0], mean[1]
-
-    def use_all_cores(self) -> None:
-        """Give one matrix product the cores of all threads again."""
-        if self.threads > 1:
-            set_blas_threads(self.threads)
-
-    def _one(self, parameters: Any, model: nn.Module, arrays: tuple[mx.array, ...]) -> tuple[mx.array, Any]:
-        def loss_of(parameters: Any) -> mx.array:
-            model.update(parameters)
-            return self.loss(model, *arrays)
-
-        own = tree_map(lambda array: array, parameters)  # value_and_grad puts its tracers into this very tree
-        with mx.stream(_thread.stream):
-            result = mx.value_and_grad(loss_of)(own)
-            mx.eval(result)
-        return result
-
-
-_thread = threading.local()
-
-
-def _start_thread(turn: threading.Lock, ready: threading.Barrier) -> None:
-    """Give the calling thread a stream, which belongs to the thread that made it, and warm it up."""
-    with turn:
-        _thread.stream = mx.new_stream(mx.default_device())
-        with mx.stream(_thread.stream):
-            warm_up()
-    ready.wait()
+    explosion: float | None = None
+    optimizer: MuonSettings | AdamWSettings = field(default_factory=MuonSettings)
 
 
 def fit(
     model: nn.Module,
-    batch: Callable[[int], tuple[mx.array, ...]],
+    batch: Callable[[int], Batch],
     loss: Loss,
     settings: FitSettings,
     folder: Path,
     evaluate: Evaluate | None = None,
+    *,
+    score: str | None = None,
+    name_batch: Callable[[int], str] = "batch {}".format,
+    ranks: Ranks | None = None,
 ) -> None:
     """Train ``model`` in place for ``settings.steps`` steps, or what is left of them.
 
-    ``batch(number)`` must be a function of the number alone; ``loss(model, *batch)`` is a scalar. A step
-    takes the mean gradient of ``batches_per_step`` batches, side by side on a CPU. Progress goes
-    to ``folder``: ``state.safetensors`` (to continue from) and ``log.jsonl``. A run stopped at any moment
-    continues from its last checkpoint to the same weights. Raises :class:`FloatingPointError` on a loss
-    that is not finite.
+    ``batch(number)`` must be a function of the number alone; ``loss(model, *batch)`` is a scalar. Progress
+    goes to ``folder``, as :mod:`~dflash.training.checkpoints` says; with ``score``, the name of a result of
+    ``evaluate``, the weights for which it was greatest are kept too. A run stopped at any moment continues
+    from its last checkpoint to the same weights.
+
+    Ctrl-C finishes the step, saves and raises ``KeyboardInterrupt``. A loss or gradient that is not finite,
+    or a loss that explodes, raises :class:`~dflash.errors.TrainingError` with ``name_batch`` of the
+    offending batch; the weights of that step are not saved.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    ranks = ranks or Ranks()
     optimizer = Optimizer(model.trainable_parameters(), settings.optimizer)
-    done = load_checkpoint(folder / "state.safetensors", model, optimizer)
+    done, losses = load_checkpoint(folder / STATE, model, optimizer) if ranks.writes else (0, [])
+    done, losses = _all_start_alike(ranks, model, optimizer, done, losses)
+    recent = deque(losses, maxlen=max(_RECENT, settings.log_every))
+    best = Best(folder, score) if score is not None and ranks.writes else None
     if done:
         logger.info("Continuing %s at step %d of %d.", folder, done, settings.steps)
+    if ranks.writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        cut_log(folder, done)
 
-    mean_gradient = MeanGradient(model, loss, settings.batches_per_step)
-    recent: list[float] = []
-    started, tokens = time.perf_counter(), 0
-    for step in tqdm(range(done, settings.steps), initial=done, total=settings.steps, disable=None, desc=folder.name):
-        first = step * settings.batches_per_step
-        batches = [batch(first + i) for i in range(settings.batches_per_step)]
-        parameters = model.trainable_parameters()
-        value, gradients = mean_gradient(parameters, batches)
-        share = schedule(step, settings.steps, settings.optimizer)
-        mean_gradient.use_all_cores()
-        updated, norm = optimizer.update(parameters, gradients, share)
-        model.update(updated)
-        mx.eval(value, norm, updated, optimizer.both.state)
-        recent.append(float(value))
-        tokens += sum(arrays[0].size for arrays in batches)
-        if not math.isfinite(recent[-1]):
-            raise FloatingPointError(f"The loss is {recent[-1]} at step {step}; lower the recipe's learning rates.")
-        last = step + 1 == settings.steps
-        if (step + 1) % settings.log_every == 0 or last:
-            seconds = time.perf_counter() - started
-            _log(folder, step=step + 1, loss=sum(recent) / len(recent), norm=float(norm), tokens_per_s=tokens / seconds)
-            recent, started, tokens = [], time.perf_counter(), 0
-        if (step + 1) % settings.checkpoint_every == 0 or last:
-            save_checkpoint(folder / "state.safetensors", step + 1, model, optimizer)
-        if evaluate is not None and (last or (step + 1) % settings.evaluate_every == 0):
-            paused = time.perf_counter()
-            _log(folder, step=step + 1, **evaluate())
-            started += time.perf_counter() - paused
+    size = settings.batches_per_step
+    mean_gradient = MeanGradient(model, loss, min(settings.threads or size, size))
+    clock = _Clock()
+    steps = range(done, settings.steps)
+    bar = tqdm(steps, initial=done, total=settings.steps, disable=None if ranks.writes else True, desc=folder.name)
+    with Interrupt() as interrupt:
+        for step in bar:
+            numbers = range(step * size, (step + 1) * size)
+            parameters = model.trainable_parameters()
+            own, gradients = mean_gradient(parameters, (clock.counted(batch(n)) for n in ranks.share(numbers)))
+            try:
+                told = ranks.joined([*own, float(interrupt.asked)])
+                gradients = ranks.average(gradients)
+            except PeerLostError:
+                if ranks.writes:
+                    save_checkpoint(folder / STATE, step, model, optimizer, list(recent))
+                    logger.info("Saved the state after step %d of %d.", step, settings.steps)
+                raise
+            values, stop = told[:size], any(told[size:])
+            _check_losses(values, recent, settings.explosion, [name_batch(n) for n in numbers], step)
+            share = settings.optimizer.share(step, settings.steps)
+            updated, norm = optimizer.update(parameters, gradients, share)
+            mx.eval(norm, updated, optimizer.inner.state)
+            if not math.isfinite(norm):
+                names = ", ".join(name_batch(n) for n in numbers)
+                raise TrainingError(f"The gradient is {float(norm)} at step {step + 1}, in {names}.{_KEPT}.")
+            model.update(updated)
+            recent.append(float(np.float32(sum(values) / size)))  # so that every rank has the same
+            bar.set_postfix(loss=f"{recent[-1]:.3f}", refresh=False)
+
+            last = step + 1 == settings.steps
+            if ranks.writes and (last or (step + 1) % settings.log_every == 0):
+                window = list(recent)[-((step % settings.log_every) + 1) :]
+                speed = clock.tokens_per_second() * ranks.size
+                mean = sum(window) / len(window)
+                write_log(folder, step + 1, loss=mean, norm=float(norm), rate=share, tokens_per_s=speed)
+            # Before the checkpoint: a run that continues from it will not evaluate this step again.
+            if evaluate is not None and (last or (step + 1) % settings.evaluate_every == 0):
+                with clock.paused():
+                    results = evaluate()
+                if ranks.writes:
+                    write_log(folder, step + 1, **results)
+                if best is not None:
+                    best.offer(step + 1, model, results)
+            if ranks.writes and (last or stop or (step + 1) % settings.checkpoint_every == 0):
+                save_checkpoint(folder / STATE, step + 1, model, optimizer, list(recent))
+            if stop and not last:
+                logger.info("Stopped at step %d of %d; the same command continues.", step + 1, settings.steps)
+                raise KeyboardInterrupt
 
 
-def _log(folder: Path, **values: float) -> None:
-    """One line to the log and to ``log.jsonl``."""
-    rounded = {k: v if isinstance(v, int) else float(f"{v:.5g}") for k, v in values.items()}
-    logger.info("%s", " ".join(f"{k} {v}" for k, v in rounded.items()))
-    with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(rounded) + "\n")
+def _all_start_alike(
+    ranks: Ranks, model: nn.Module, optimizer: Optimizer, done: int, losses: list[float]
+) -> tuple[int, list[float]]:
+    """Rank 0's weights, optimiser state, steps done and recent losses; only it may have the run's folder."""
+    if ranks.size == 1:
+        return done, losses
+    done, count = (int(n) for n in ranks.joined([done, len(losses)])[:: ranks.size])
+    model.update(nested(ranks.from_first(flat(model.trainable_parameters()))))
+    optimizer.state = ranks.from_first(optimizer.state)
+    return done, ranks.joined(losses if ranks.rank == 0 else [0.0] * count)[:: ranks.size]
+
+
+_KEPT = " The last checkpoint is from before it. Begin again with a lower learning rate, or without the sequences"
+
+
+def _check_losses(
+    values: list[float], recent: Sequence[float], explosion: float | None, names: list[str], step: int
+) -> None:
+    """Raise :class:`TrainingError` naming the first batch whose loss is not finite, or far above the recent ones."""
+    median = statistics.median(list(recent)[-_RECENT:]) if len(recent) >= _ENOUGH else math.inf
+    limit = math.inf if explosion is None else explosion * median
+    for value, name in zip(values, names, strict=True):
+        if not math.isfinite(value):
+            raise TrainingError(f"The loss is {value} at step {step + 1}, in {name}.{_KEPT}.")
+        if value > limit:
+            raise TrainingError(
+                f"The loss is {value:.4g} at step {step + 1}, in {name}: more than {explosion:g} times the "
+                f"recent median {median:.4g}.{_KEPT}, or go on with a greater explosion."
+            )
+
+
+class _Clock:
+    """Tokens per second between reports, without pauses."""
+
+    def __init__(self) -> None:
+        self.started, self.tokens = time.perf_counter(), 0
+
+    def counted(self, arrays: Batch) -> Batch:
+        self.tokens += arrays[0].size
+        return arrays
+
+    def tokens_per_second(self) -> float:
+        now = time.perf_counter()
+        speed = self.tokens / (now - self.started)
+        self.started, self.tokens = now, 0
+        return speed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - begin

@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.qwen3 import Model
@@ -23,10 +23,14 @@ from dflash import load_target, save_drafter
 from dflash.files import write_whole
 
 from .answers import AnswersSettings, answer_from_guesses, write_answers
+from .batches import Batches
 from .cpu import keep_freed_memory
 from .data import Sequences
-from .drafter import DrafterSettings, acceptance_length, build_drafter, drafter_batches, drafter_loss
+from .drafter import DrafterSettings, TargetPass, build_drafter, drafter_loss
+from .evaluate import measure
 from .fit import fit
+from .losses import ObjectiveSettings
+from .recipe import DataSettings
 from .settings import load_settings
 from .target import (
     TargetSettings,
@@ -149,21 +153,29 @@ def drafter_stage(settings: PairSettings, tokenizer: Tokenizer) -> None:
     if (folder / "model.safetensors").exists():
         return
     target = load_target(settings.work / "target")
-    mx.eval(target.model.parameters())  # what is left lazy can only be computed in this thread
+    shape, steps = settings.drafter, settings.drafter.fit
+    data = DataSettings(
+        folder=settings.work / "answers",
+        max_length=shape.batch_tokens,
+        batch_tokens=shape.batch_tokens,
+        anchors=shape.anchors,
+        seed=shape.seed,
+    )
     answers = answers_stage(settings, tokenizer)
-    model = build_drafter(settings.drafter, target, token_id(tokenizer, MASK), settings.target.rope_theta)
+    batches = Batches(answers, data, epochs=1, at_least=steps.steps * steps.batches_per_step)
+    model = build_drafter(shape, target, token_id(tokenizer, MASK), settings.target.rope_theta)
     features_of = partial(features, cast(Model, target.model), model.target_layer_ids)
     held_out = samples(settings.held_out.seed, settings.held_out.samples, "heldout")
     prompts = [encode_prompt(tokenizer, sample.prompt) for sample in held_out]
 
-    def evaluate() -> dict[str, float]:
-        return {"tau": acceptance_length(model, target, prompts, settings.held_out.max_tokens)}
+    def evaluate() -> dict[str, Any]:
+        return measure(target, model, prompts, settings.held_out.max_tokens).results()
 
     fit(
         model,
-        drafter_batches(answers, settings.drafter),
-        drafter_loss(features_of, settings.drafter.gamma),
-        settings.drafter.fit,
+        batches,
+        drafter_loss(lambda tokens: TargetPass(features_of(tokens)), ObjectiveSettings(gamma=shape.gamma)),
+        steps,
         settings.work / "fit-drafter",
         evaluate,
     )

@@ -6,7 +6,6 @@ Shapes: B batch, L length, H query heads, K key-value heads, G query heads a key
 E hidden size, T answer tokens.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,8 @@ import numpy as np
 from einops import rearrange
 from mlx.utils import tree_map
 from mlx_lm.models.qwen3 import Model, ModelArgs
+
+from dflash.files import write_json
 
 from .arrays import flat, write_arrays
 from .data import Ints, Sequences, padded, plan_batches
@@ -158,7 +159,7 @@ def save_target(model: nn.Module, config: dict[str, object], tokenizer: Path, fo
     weights = {name: value.astype(mx.bfloat16) for name, value in flat(model.parameters()).items()}
     for file in tokenizer.glob("*.json"):
         shutil.copyfile(file, folder / file.name)
-    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}, indent=2) + "\n")
+    write_json(folder / "config.json", config | {"torch_dtype": "bfloat16"})
     write_arrays(folder / "model.safetensors", weights, {"format": "pt"})
 
 

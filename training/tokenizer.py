@@ -6,12 +6,13 @@ Every text survives encoding and decoding exactly: bytes are the alphabet, nothi
 is added in front. Digits never merge, so that numbers look alike whatever their length.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dflash.files import write_json
 
 PAD, USER, ASSISTANT, END, MASK = SPECIAL_TOKENS = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|mask|>")
 
@@ -60,7 +61,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "additional_special_tokens": [USER, ASSISTANT],
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:

@@ -1,0 +1,86 @@
+"""The batches of a run: which sequences and which anchors, as a function of the batch's number.
+
+Knows token sequences and lengths. Must not know models, losses or files.
+"""
+
+import logging
+
+import mlx.core as mx
+import numpy as np
+
+from dflash.errors import TrainingError
+
+from .blocks import draw_anchors
+from .data import Ints, Sequences, padded, plan_batches
+from .recipe import DataSettings
+
+logger = logging.getLogger(__name__)
+
+
+def anchor_counts(sequences: Sequences) -> Ints:
+    """How many anchors each sequence offers: response tokens whose next token is in the response too."""
+    pairs = sequences.response.copy()
+    pairs[:-1] &= sequences.response[1:]
+    pairs[np.cumsum(sequences.lengths) - 1] = False  # the next token belongs to another sequence
+    return np.add.reduceat(pairs, sequences.starts, dtype=np.int64)
+
+
+def usable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
+    """The sequences that can be trained on, and their numbers before the others were left out.
+
+    Left out, with a logged count, are those of more than ``max_length`` tokens and those without an anchor.
+    Raises :class:`~dflash.errors.TrainingError` if none is left.
+    """
+    if not len(sequences):
+        raise TrainingError("The dataset holds no sequences.")
+    too_long = sequences.lengths > max_length
+    no_anchor = anchor_counts(sequences) == 0
+    kept = ~(too_long | no_anchor)
+    reasons = []
+    if too_long.any():
+        reasons.append(f"{too_long.sum()} of more than max_length {max_length} tokens")
+    if no_anchor.any():
+        reasons.append(f"{no_anchor.sum()} without two response tokens in a row")
+    if not kept.any():
+        raise TrainingError(f"None of the {len(sequences)} sequences can be trained on: {', '.join(reasons)}.")
+    if reasons:
+        logger.warning("Left out of %d sequences: %s.", len(sequences), ", ".join(reasons))
+    return sequences.having(kept), np.flatnonzero(kept)
+
+
+class Batches:
+    """``batches(number)`` gives tokens, response mask ``[N, S]`` and anchors ``[N, A]``; epoch after epoch.
+
+    ``A`` is the least of ``settings.anchors``, what the batch's longest response offers, and an even share of
+    ``settings.batch_blocks``. ``len`` is the number of batches in ``epochs``, or in as many whole epochs as
+    hold ``at_least``.
+    """
+
+    def __init__(self, sequences: Sequences, settings: DataSettings, epochs: int, at_least: int | None = None):
+        self.sequences, self.numbers = usable(sequences, settings.max_length)
+        self.settings = settings
+        self._starts, self._offers = self.sequences.starts, anchor_counts(self.sequences)
+        self._plan: list[Ints] = []
+        epoch = 0
+        while epoch < epochs if at_least is None else len(self._plan) < at_least:
+            self._plan += plan_batches(self.sequences.lengths, settings.batch_tokens, settings.seed + epoch)
+            epoch += 1
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __call__(self, number: int) -> tuple[mx.array, mx.array, mx.array]:
+        rows = self._plan[number]
+        tokens, response = padded(self.sequences, rows, self._starts)
+        share = max(1, self.settings.batch_blocks // len(rows))
+        count = min(self.settings.anchors, int(self._offers[rows].max()), share)
+        anchors = draw_anchors(response, count, np.random.default_rng([self.settings.seed, number]))
+        return mx.array(tokens), mx.array(response), mx.array(anchors)
+
+    def members(self, number: int) -> Ints:
+        """The numbers in the dataset of this batch's sequences."""
+        return self.numbers[self._plan[number]]
+
+    def name(self, number: int) -> str:
+        """What a message calls this batch: its number and those of its sequences."""
+        return f"batch {number} (sequences {', '.join(map(str, self.members(number)))})"

@@ -1,0 +1,125 @@
+"""From a run folder to a drafter in the published format, with a model card; and to the hub if asked.
+
+Knows checkpoints, the card's text and how the hub is called. Must not know how a drafter is trained.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import yaml
+
+from dflash import DFlashConfig, DFlashDraftModel, save_drafter
+from dflash.errors import CheckpointError, DFlashError
+from dflash.files import read_json, write_whole
+
+from .checkpoints import BEST, read_results, read_weights
+
+logger = logging.getLogger(__name__)
+
+EXPORTED = ("model.safetensors", "config.json", "README.md")
+"""The files of a finished drafter."""
+
+CARD = """---
+library_name: mlx
+{base}tags:
+- mlx
+- dflash
+- speculative-decoding
+---
+
+# A DFlash drafter for {target}
+
+A block-diffusion drafter of {layers} layers that fills blocks of {block_size} tokens, for lossless speculative
+decoding with [DFlash for MLX](https://pypi.org/project/dflash-research/). It works only with the target that
+it was trained for.
+
+```
+dflash generate "What is 17 * 23?" --target {target} --drafter {name}
+```
+
+## Measured acceptance
+
+{measured}
+
+## Recipe
+
+Trained with `dflash train` on this recipe:
+
+```yaml
+{recipe}```
+"""
+
+
+def export(run: Path, folder: Path, best: bool = True) -> None:
+    """Write the drafter of the run folder ``run`` to ``folder``: weights in bfloat16, config, model card.
+
+    The best checkpoint by held-out acceptance, or the last. Raises
+    :class:`~dflash.errors.CheckpointError` if ``run`` is no run folder or has no such checkpoint, and
+    ``OSError`` if the disk does not take it.
+    """
+    config = DFlashConfig.from_dict(read_json(run / "config.json"))
+    recipe = read_json(run / "recipe.json").get("recipe")
+    if not isinstance(recipe, dict):
+        raise CheckpointError(f"{run / 'recipe.json'} holds no recipe; expected the folder of a run of dflash train.")
+    model = DFlashDraftModel(config)
+    model.load_weights(list(read_weights(run, best).items()))
+    mx.eval(model.parameters())
+    try:
+        save_drafter(model, folder)
+    except RuntimeError as error:  # how MLX reports that nothing more can be written
+        raise OSError(f"Cannot write {folder}: {error}") from error
+    results = read_results(run / BEST) if best else None
+    text = card(recipe, config, folder.name, results)
+    write_whole(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def card(recipe: dict[str, Any], config: DFlashConfig, name: str, results: dict[str, Any] | None) -> str:
+    """The model card; ``results`` are those of the evaluation of the exported weights, if there was one."""
+    target = recipe["target"]
+    return CARD.format(
+        target=target,
+        base="" if Path(target).exists() else f"base_model: {target}\n",
+        name=name,
+        layers=config.num_hidden_layers,
+        block_size=config.block_size,
+        measured=_measured(recipe["run"], results),
+        recipe=yaml.safe_dump(recipe, sort_keys=False),
+    )
+
+
+def _measured(run: dict[str, Any], results: dict[str, Any] | None) -> str:
+    if results is None:
+        return "The exported weights were not evaluated; `dflash eval` measures them."
+    rows = [f"| {i} | {share:.3f} |" for i, share in enumerate(results["acceptance_by_position"], 1)]
+    return "\n".join(
+        [
+            f"Acceptance length {results['acceptance_length']:.2f} tokens per target pass: greedy decoding of up to "
+            f"{run['evaluate_prompts']} held-out prompts, up to {run['evaluate_tokens']} tokens each "
+            f"({results['blocks']} blocks), at step {results['step']}, before rounding to bfloat16.",
+            "",
+            "| drafted position | blocks accepted up to it |",
+            "|---|---|",
+            *rows,
+        ]
+    )
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload a drafter's folder to the hub as ``repository`` (``org/name``); returns its address.
+
+    Raises :class:`~dflash.errors.DFlashError` in one line if the hub refuses.
+    """
+    from huggingface_hub import HfApi
+
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder} holds no drafter.")
+    try:
+        api = HfApi()
+        address = api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=str(folder))
+    except Exception as error:  # the hub client raises many unrelated kinds
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DFlashError(f"The hub did not take {repository!r}: {reason}") from error
+    return str(address)

@@ -1,0 +1,41 @@
+"""Ctrl-C, or a request to terminate, at a moment of the program's own choosing.
+
+Knows signals. Must not know what is interrupted.
+"""
+
+import logging
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupt:
+    """While entered, SIGTERM and the first Ctrl-C only set ``asked``; a second Ctrl-C interrupts at once.
+
+    SIGTERM, however often, waits for the step: it is how ``mlx.launch`` and schedulers end their processes.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._active = threading.current_thread() is threading.main_thread()  # only there can signals be handled
+
+    def __enter__(self) -> "Interrupt":
+        if self._active:
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+        logger.warning("Finishing this step and saving; Ctrl-C again stops at once.")

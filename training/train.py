@@ -1,0 +1,261 @@
+"""A run from its recipe to a finished drafter, for any target.
+
+Knows the order of the stages and where each leaves its files. Must not know how a stage works, the command
+line, or any one architecture. A run that was stopped at any moment continues when given again.
+
+The run folder holds ``recipe.json`` (the recipe, a fingerprint of its data), the drafter's ``config.json``,
+what :mod:`~dflash.training.checkpoints` says, and in the end ``drafter/`` in the published format.
+"""
+
+import json
+import logging
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash import DFlashDraftModel, LoadedTargetModel, load_target
+from dflash.adapters.generic import GenericAdapter
+from dflash.errors import TrainingError
+from dflash.files import read_json, remove_unfinished, write_json
+
+from .batches import Batches
+from .checkpoints import BEST, LOG, STATE
+from .cpu import keep_freed_memory
+from .drafter import DrafterSettings, build_drafter
+from .evaluate import heldout_prompts, measure
+from .export import EXPORTED, export
+from .feature_cache import CachedFeatures, describe, target_pass, with_cached_features, write_features
+from .fit import FitSettings, fit
+from .objective import batch_loss
+from .ranks import Ranks
+from .recipe import DrafterShape, Recipe
+from .settings import to_dict
+from .shards import dataset_fingerprint, open_dataset
+
+logger = logging.getLogger(__name__)
+
+RECIPE, CONFIG, FINISHED = "recipe.json", "config.json", "drafter"
+
+_MAY_CHANGE = {
+    *("run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout"),
+    *("run.explosion", "run.grad_checkpoint", "data.folder", "data.cached_features"),
+}
+
+
+def train(recipe: Recipe) -> Path:
+    """Run a recipe, or what is left of it; returns the folder of the finished drafter.
+
+    Raises :class:`~dflash.errors.DFlashError` for bad data, a run folder of another recipe or a loss that
+    blows up, ``OSError`` where the folder cannot be written to, and ``KeyboardInterrupt`` after Ctrl-C, once
+    the step is saved.
+    """
+    keep_freed_memory()
+    ranks = Ranks.of_this_run(recipe.run.peer_timeout)
+    target = load_target(recipe.target)
+    sequences = open_dataset(recipe.data.folder, "train", target)
+    batches = Batches(sequences, recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe))
+    settings = fit_settings(recipe, batches, target, ranks)
+    prompts = _prompts(recipe, target)
+    drafter = new_drafter(recipe.drafter, target)
+    layer_ids, with_hidden = drafter.target_layer_ids, recipe.objective.share_of_kl > 0
+    with_features = with_target_pass(batches, target, layer_ids, with_hidden)
+    if recipe.data.cached_features is not None:
+        wanted = describe(recipe.data, sequences, target, layer_ids, with_hidden)
+        with_features = with_cached_features(batches, CachedFeatures(recipe.data.cached_features, wanted))
+
+    folder = recipe.run.folder
+    identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(sequences)}
+    ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
+    if ranks.writes:
+        claim(folder, identity)
+        write_json(folder / CONFIG, drafter.config.to_dict())
+    logger.info(
+        "%d sequences, %d batches, %d steps on %s, %d process(es).",
+        len(batches.sequences),
+        settings.steps * settings.batches_per_step,
+        settings.steps,
+        mx.default_device(),
+        ranks.size,
+    )
+
+    def evaluate() -> dict[str, Any]:
+        return ranks.added(measure(target, drafter, ranks.share(prompts), recipe.run.evaluate_tokens)).results()
+
+    fit(
+        drafter,
+        with_features,
+        batch_loss(recipe.objective, target.head, drafter_dtype(target), recipe.run.grad_checkpoint),
+        settings,
+        folder,
+        evaluate,
+        score="acceptance_length",
+        name_batch=batches.name,
+        ranks=ranks,
+    )
+    finished = folder / FINISHED
+    if ranks.writes:
+        export(folder, finished, best=(folder / BEST).exists())
+        logger.info("The drafter is in %s.", finished)
+    return finished
+
+
+def cache_features(recipe: Recipe) -> Path:
+    """Compute the features that a recipe trains on, or what is left of them, into its ``data.cached_features``.
+
+    Raises :class:`~dflash.errors.DFlashError` if the recipe names no folder, for bad data, for a folder of other
+    features and for a disk without room.
+    """
+    folder = recipe.data.cached_features
+    if folder is None:
+        raise TrainingError("The recipe does not say where to: set data.cached_features to a folder.")
+    keep_freed_memory()
+    target = load_target(recipe.target)
+    sequences = open_dataset(recipe.data.folder, "train", target)
+    layer_ids = new_drafter(recipe.drafter, target).target_layer_ids
+    wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.share_of_kl > 0)
+    write_features(folder, recipe.data, sequences, target, wanted)
+    return folder
+
+
+def _batches_needed(recipe: Recipe) -> int | None:
+    return None if recipe.run.steps is None else recipe.run.steps * recipe.run.batches_per_step
+
+
+def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel, ranks: Ranks) -> FitSettings:
+    """The loop's settings; epochs become steps, of which the last may lack a few batches and is left out.
+
+    Raises :class:`~dflash.errors.TrainingError` if there are fewer batches than one step takes, the machines
+    cannot share a step evenly, or the target's head cannot run in several threads.
+    """
+    run = recipe.run
+    steps = run.steps if run.steps is not None else len(batches) // run.batches_per_step
+    if not steps:
+        raise TrainingError(
+            f"The data makes {len(batches)} batches in {run.epochs} epochs, but one step takes "
+            f"run.batches_per_step {run.batches_per_step}; lower that or data.batch_tokens."
+        )
+    if run.batches_per_step % ranks.size:
+        raise TrainingError(
+            f"run.batches_per_step {run.batches_per_step} cannot be shared evenly by {ranks.size} processes; "
+            f"make it a multiple of {ranks.size}."
+        )
+    if run.threads > 1 and isinstance(target.adapter, GenericAdapter):
+        raise TrainingError("run.threads must be 1 for this target: its head is found by the generic adapter.")
+    return FitSettings(
+        steps=steps,
+        batches_per_step=run.batches_per_step,
+        threads=run.threads,
+        log_every=run.log_every,
+        checkpoint_every=run.checkpoint_every,
+        evaluate_every=run.evaluate_every,
+        explosion=run.explosion,
+        optimizer=recipe.optimizer,
+    )
+
+
+def with_target_pass(
+    batches: Callable[[int], tuple[mx.array, ...]],
+    target: LoadedTargetModel,
+    layer_ids: tuple[int, ...],
+    with_hidden: bool,
+) -> Callable[[int], tuple[mx.array, ...]]:
+    """Batches with the target's features ``[N, S, F]`` behind their other arrays, and final hidden states if asked.
+
+    They are computed before the gradient is taken, in the thread that asks: most of mlx-lm's models are not
+    made to run in several threads.
+    """
+
+    def batch(number: int) -> tuple[mx.array, ...]:
+        tokens, *others = batches(number)
+        seen = target_pass(target, tokens, layer_ids, with_hidden).values()
+        mx.eval(*seen)
+        return tokens, *others, *seen
+
+    return batch
+
+
+def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftModel:
+    """A drafter with random weights, bound to ``target``; what the recipe leaves open is as in the target."""
+    config = target.adapter.config
+
+    def size(name: str) -> int:
+        value = getattr(shape, name) or getattr(config, name, None)
+        if not isinstance(value, int):
+            raise TrainingError(f"The target's config gives no {name}; set drafter.{name} in the recipe.")
+        return value
+
+    heads = size("num_attention_heads")
+    settings = DrafterSettings(
+        fit=FitSettings(steps=1),
+        target_layer_ids=shape.target_layer_ids,
+        num_hidden_layers=shape.num_hidden_layers,
+        intermediate_size=size("intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=size("num_key_value_heads"),
+        head_dim=shape.head_dim or getattr(config, "head_dim", None) or target.hidden_size // heads,
+        block_size=shape.block_size,
+        seed=shape.seed,
+    )
+    rope_theta = shape.rope_theta or getattr(config, "rope_theta", None) or 1_000_000.0
+    return build_drafter(settings, target, mask_token_id(shape.mask_token, target), float(rope_theta))
+
+
+def drafter_dtype(target: LoadedTargetModel) -> mx.Dtype:
+    """What a new drafter computes in: bfloat16 beside a target that does, else float32 (float16 has too few exponents).
+
+    A CPU loads every target as float32.
+    """
+    dtype = target.embed(mx.zeros((1, 1), mx.int32)).dtype
+    return dtype if dtype == mx.bfloat16 else mx.float32
+
+
+def mask_token_id(mask_token: int | str | None, target: LoadedTargetModel) -> int:
+    """The id that stands for "not yet drafted". Raises :class:`~dflash.errors.TrainingError` if there is none."""
+    if isinstance(mask_token, int):
+        if not 0 <= mask_token < target.vocab_size:
+            raise TrainingError(f"drafter.mask_token {mask_token} is not among the target's {target.vocab_size} ids.")
+        return mask_token
+    tokenizer = target.tokenizer
+    token = tokenizer.mask_token if mask_token is None else mask_token
+    number = tokenizer.get_vocab().get(token)
+    if number is None:
+        what = "The tokenizer has no mask token" if mask_token is None else f"The tokenizer has no token {token!r}"
+        raise TrainingError(f"{what}; set drafter.mask_token to a token or id that no text uses.")
+    return int(number)
+
+
+def _prompts(recipe: Recipe, target: LoadedTargetModel) -> list[list[int]]:
+    longest = None if target.max_length is None else target.max_length - recipe.run.evaluate_tokens
+    heldout = open_dataset(recipe.data.folder, "heldout", target)
+    return heldout_prompts(heldout, recipe.run.evaluate_prompts, longest)
+
+
+def claim(folder: Path, identity: dict[str, Any]) -> None:
+    """Make ``folder`` this run's, or find that it is.
+
+    Raises :class:`~dflash.errors.TrainingError` if it belongs to a run of other settings or data, naming the
+    first that differs.
+    """
+    path = folder / RECIPE
+    if path.exists():
+        there = read_json(path)
+        for key, before, now in _differences(there, identity):
+            raise TrainingError(
+                f"{folder} belongs to a run with {key} {before!r}, this recipe has {now!r}. "
+                "Set another run.folder, or remove that one."
+            )
+    for name in (RECIPE, CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
+        remove_unfinished(folder / name)
+    write_json(path, identity)
+
+
+def _differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """Settings that differ, as name, old and new value; those that do not change the result are passed over."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*now, *(k for k in before if k not in now)]
+        return [d for k in keys for d in _differences(before.get(k), now.get(k), f"{name}.{k}" if name else k)]
+    name = name.removeprefix("recipe.")
+    return [] if before == now or name in _MAY_CHANGE else [(name, before, now)]

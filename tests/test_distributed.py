@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from runs import read_log, write_dataset, write_recipe, write_target
+from training_runs import read_log, write_dataset, write_recipe, write_target
 
 import dflash
 from dflash.training.ranks import Ranks, time_limit

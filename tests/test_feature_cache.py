@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from runs import write_dataset, write_recipe, write_target
+from training_runs import write_dataset, write_recipe, write_target
 from typer.testing import CliRunner
 
 from dflash import LoadedTargetModel, cli

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_map
-from runs import read_log, write_dataset, write_recipe, write_target
+from training_runs import read_log, write_dataset, write_recipe, write_target
 from typer.testing import CliRunner
 
 import dflash

@@ -23,10 +23,11 @@ from dflash.files import read_json, remove_unfinished, write_json
 
 from .batches import Batches
 from .checkpoints import BEST, LOG, STATE
-from .cpu import keep_freed_memory
+from .cpu import keep_freed_memory, set_blas_threads
 from .drafter import DrafterSettings, build_drafter
 from .evaluate import heldout_prompts, measure
 from .export import EXPORTED, export
+from .fastmath import on_cpu
 from .feature_cache import CachedFeatures, describe, target_pass, with_cached_features, write_features
 from .fit import FitSettings, fit
 from .objective import batch_loss
@@ -54,6 +55,8 @@ def train(recipe: Recipe) -> Path:
     """
     keep_freed_memory()
     ranks = Ranks.of_this_run(recipe.run.peer_timeout)
+    if ranks.size > 1 and on_cpu():
+        set_blas_threads(1)  # processes that share a machine would fight for its cores
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
     batches = Batches(sequences, recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe))

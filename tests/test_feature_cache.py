@@ -22,9 +22,10 @@ from dflash.training.batches import Batches
 from dflash.training.data import Sequences
 from dflash.training.fit import FitSettings, fit
 from dflash.training.losses import ObjectiveSettings
+from dflash.training.new_drafter import new_drafter
 from dflash.training.objective import batch_loss
 from dflash.training.recipe import DataSettings, DrafterShape
-from dflash.training.train import new_drafter, with_target_pass
+from dflash.training.train import with_target_pass
 
 LAYERS = (0, 2)
 SHAPE = DrafterShape(

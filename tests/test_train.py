@@ -26,10 +26,11 @@ from dflash.training.batches import Batches, anchor_counts, usable
 from dflash.training.data import Sequences
 from dflash.training.fit import FitSettings, fit
 from dflash.training.gradients import MeanGradient
+from dflash.training.new_drafter import mask_token_id, new_drafter
 from dflash.training.optimizer import AdamWSettings, MuonSettings, Optimizer
 from dflash.training.recipe import DataSettings, Recipe
 from dflash.training.settings import SettingsError, from_dict, load_settings, to_dict
-from dflash.training.train import mask_token_id, new_drafter, open_dataset, train, with_target_pass
+from dflash.training.train import open_dataset, train, with_target_pass
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

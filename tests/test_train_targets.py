@@ -16,9 +16,10 @@ from dflash.training.evaluate import heldout_prompts
 from dflash.training.fit import FitSettings, fit
 from dflash.training.gradients import MeanGradient
 from dflash.training.losses import ObjectiveSettings
+from dflash.training.new_drafter import new_drafter
 from dflash.training.objective import batch_loss
 from dflash.training.recipe import DataSettings, DrafterShape
-from dflash.training.train import drafter_dtype, new_drafter, with_target_pass
+from dflash.training.train import drafter_dtype, with_target_pass
 
 SHAPE = DrafterShape(
     num_hidden_layers=1, block_size=4, target_layer_ids=(0, 2), mask_token=30, intermediate_size=24,

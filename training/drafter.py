@@ -14,14 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel
+from dflash import DFlashDraftModel
 from dflash.drafter import DraftLayer
 
-from .arrays import flat
 from .attention import block_attention
 from .blocks import block_targets, flat_places, position_weights
 from .fastmath import swiglu
-from .fit import FitSettings
 from .losses import ObjectiveSettings, mean_in_chunks, prediction_losses
 
 
@@ -41,60 +39,6 @@ ReadTarget = Callable[[mx.array], TargetPass]
 
 BlockAttention = Callable[..., mx.array]
 """Takes and returns what :func:`~dflash.training.attention.block_attention` does."""
-
-
-@dataclass(frozen=True)
-class DrafterSettings:
-    """Shape of the drafter and how it learns. ``anchors`` is per sequence, ``batch_tokens`` counts padding."""
-
-    fit: FitSettings
-    target_layer_ids: tuple[int, ...] = ()
-    num_hidden_layers: int = 2
-    intermediate_size: int = 512
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 64
-    block_size: int = 16
-    gamma: float = 7.0
-    anchors: int = 24
-    batch_tokens: int = 2048
-    seed: int = 0
-
-
-def build_drafter(
-    settings: DrafterSettings, target: LoadedTargetModel, mask_token_id: int, rope_theta: float
-) -> DFlashDraftModel:
-    """A new drafter bound to ``target``, its weights drawn from ``settings.seed``."""
-    config = DFlashConfig(
-        hidden_size=target.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_hidden_layers,
-        num_attention_heads=settings.num_attention_heads,
-        num_key_value_heads=settings.num_key_value_heads,
-        head_dim=settings.head_dim,
-        num_target_layers=target.num_layers,
-        vocab_size=target.vocab_size,
-        mask_token_id=mask_token_id,
-        block_size=settings.block_size,
-        target_layer_ids=settings.target_layer_ids,
-        rope_theta=rope_theta,
-        max_position_embeddings=target.max_length or 40960,
-        input_embedding_scale=target.adapter.embedding_scale,
-    )
-    mx.random.seed(settings.seed)
-    model = DFlashDraftModel(config)
-    out_scale = (2 * settings.num_hidden_layers) ** -0.5
-
-    def draw(name: str, value: mx.array) -> mx.array:
-        if value.ndim < 2:
-            return value
-        feeds_residual = "o_proj" in name or "down_proj" in name
-        return mx.random.normal(value.shape, scale=value.shape[-1] ** -0.5 * (out_scale if feeds_residual else 1.0))
-
-    model.load_weights([(name, draw(name, value)) for name, value in flat(model.parameters()).items()])
-    model.bind(target)
-    mx.eval(model.parameters())
-    return model
 
 
 def draft_hidden(

@@ -26,11 +26,12 @@ from .answers import AnswersSettings, answer_from_guesses, write_answers
 from .batches import Batches
 from .cpu import keep_freed_memory
 from .data import Sequences
-from .drafter import DrafterSettings, TargetPass, build_drafter, drafter_loss
+from .drafter import TargetPass, drafter_loss
 from .evaluate import measure
-from .fit import fit
+from .fit import FitSettings, fit
 from .losses import ObjectiveSettings
-from .recipe import DataSettings
+from .new_drafter import new_drafter
+from .recipe import DataSettings, DrafterShape
 from .settings import load_settings
 from .target import (
     TargetSettings,
@@ -42,7 +43,7 @@ from .target import (
     save_target,
     target_batches,
 )
-from .tokenizer import END, MASK, encode_answer, encode_prompt, save_tokenizer, token_id, train_tokenizer
+from .tokenizer import END, encode_answer, encode_prompt, save_tokenizer, token_id, train_tokenizer
 from .world import check_answers, samples
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,16 @@ class HeldOutSettings:
     samples: int
     seed: int
     max_tokens: int = 320
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSettings(DrafterShape):
+    """Shape of the drafter and how it learns. ``anchors`` is per sequence, ``batch_tokens`` counts padding."""
+
+    fit: FitSettings
+    gamma: float = 7.0
+    anchors: int = 24
+    batch_tokens: int = 2048
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,7 @@ def drafter_stage(settings: PairSettings, tokenizer: Tokenizer) -> None:
     )
     answers = answers_stage(settings, tokenizer)
     batches = Batches(answers, data, epochs=1, at_least=steps.steps * steps.batches_per_step)
-    model = build_drafter(shape, target, token_id(tokenizer, MASK), settings.target.rope_theta)
+    model = new_drafter(shape, target)
     features_of = partial(features, cast(Model, target.model), model.target_layer_ids)
     held_out = samples(settings.held_out.seed, settings.held_out.samples, "heldout")
     prompts = [encode_prompt(tokenizer, sample.prompt) for sample in held_out]

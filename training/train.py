@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash import DFlashDraftModel, LoadedTargetModel, load_target
+from dflash import LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
 from dflash.errors import TrainingError
 from dflash.files import read_json, remove_unfinished, write_json
@@ -24,15 +24,15 @@ from dflash.files import read_json, remove_unfinished, write_json
 from .batches import Batches
 from .checkpoints import BEST, LOG, STATE
 from .cpu import keep_freed_memory, set_blas_threads
-from .drafter import DrafterSettings, build_drafter
 from .evaluate import heldout_prompts, measure
 from .export import EXPORTED, export
 from .fastmath import on_cpu
 from .feature_cache import CachedFeatures, describe, target_pass, with_cached_features, write_features
 from .fit import FitSettings, fit
+from .new_drafter import drafter_config, new_drafter
 from .objective import batch_loss
 from .ranks import Ranks
-from .recipe import DrafterShape, Recipe
+from .recipe import Recipe
 from .settings import to_dict
 from .shards import dataset_fingerprint, open_dataset
 
@@ -117,7 +117,7 @@ def cache_features(recipe: Recipe) -> Path:
     keep_freed_memory()
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
-    layer_ids = new_drafter(recipe.drafter, target).target_layer_ids
+    layer_ids = drafter_config(recipe.drafter, target).target_layer_ids
     wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.share_of_kl > 0)
     write_features(folder, recipe.data, sequences, target, wanted)
     return folder
@@ -180,32 +180,6 @@ def with_target_pass(
     return batch
 
 
-def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftModel:
-    """A drafter with random weights, bound to ``target``; what the recipe leaves open is as in the target."""
-    config = target.adapter.config
-
-    def size(name: str) -> int:
-        value = getattr(shape, name) or getattr(config, name, None)
-        if not isinstance(value, int):
-            raise TrainingError(f"The target's config gives no {name}; set drafter.{name} in the recipe.")
-        return value
-
-    heads = size("num_attention_heads")
-    settings = DrafterSettings(
-        fit=FitSettings(steps=1),
-        target_layer_ids=shape.target_layer_ids,
-        num_hidden_layers=shape.num_hidden_layers,
-        intermediate_size=size("intermediate_size"),
-        num_attention_heads=heads,
-        num_key_value_heads=size("num_key_value_heads"),
-        head_dim=shape.head_dim or getattr(config, "head_dim", None) or target.hidden_size // heads,
-        block_size=shape.block_size,
-        seed=shape.seed,
-    )
-    rope_theta = shape.rope_theta or getattr(config, "rope_theta", None) or 1_000_000.0
-    return build_drafter(settings, target, mask_token_id(shape.mask_token, target), float(rope_theta))
-
-
 def drafter_dtype(target: LoadedTargetModel) -> mx.Dtype:
     """What a new drafter computes in: bfloat16 beside a target that does, else float32 (float16 has too few exponents).
 
@@ -213,21 +187,6 @@ def drafter_dtype(target: LoadedTargetModel) -> mx.Dtype:
     """
     dtype = target.embed(mx.zeros((1, 1), mx.int32)).dtype
     return dtype if dtype == mx.bfloat16 else mx.float32
-
-
-def mask_token_id(mask_token: int | str | None, target: LoadedTargetModel) -> int:
-    """The id that stands for "not yet drafted". Raises :class:`~dflash.errors.TrainingError` if there is none."""
-    if isinstance(mask_token, int):
-        if not 0 <= mask_token < target.vocab_size:
-            raise TrainingError(f"drafter.mask_token {mask_token} is not among the target's {target.vocab_size} ids.")
-        return mask_token
-    tokenizer = target.tokenizer
-    token = tokenizer.mask_token if mask_token is None else mask_token
-    number = tokenizer.get_vocab().get(token)
-    if number is None:
-        what = "The tokenizer has no mask token" if mask_token is None else f"The tokenizer has no token {token!r}"
-        raise TrainingError(f"{what}; set drafter.mask_token to a token or id that no text uses.")
-    return int(number)
 
 
 def _prompts(recipe: Recipe, target: LoadedTargetModel) -> list[list[int]]:

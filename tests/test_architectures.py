@@ -96,7 +96,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "KeptWindowCache": (lambda: small.build("qwen3", seed=3), {"max_kv_size": 13}),
     "ChunkedKVCache": (lambda: small.build("llama4"), {}),
     "ConcatenateKVCache": (lambda: small.build("qwen3"), {}),
-    "ArraysCache": (lambda: small.build("qwen3_5"), {}),
+    "ArraysCache": (lambda: small.build("qwen3_5", seed=5), {}),
     "CacheList(KVCache, KVCache)": (lambda: small.build("deepseek_v32"), {}),
     "CacheList(ArraysCache, KVCache)": (lambda: small.build("falcon_h1"), {}),
 }

@@ -1,16 +1,18 @@
 # make demo    answer one request, plain and with DFlash, and compare
 # make test    run the tests            make check   lint, formatting, types
-# make pair    rebuild the shipped pair from nothing (hours on two cores; resumable)
+# make pair    train the shipped pair from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
+# make publish copy it from there into the package
 # make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
 # Each target sets up .venv by itself; it is reinstalled only when pyproject.toml changes.
 
 PYTHON ?= python3
+PAIR ?= pair
 VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 
-.PHONY: demo test architectures check format pair
+.PHONY: demo test architectures check format pair publish
 
 demo: $(VENV)/installed
 	$(BIN)/dflash demo
@@ -31,7 +33,16 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 pair: $(VENV)/installed
-	$(BIN)/python -m dflash.training.pair configs/pair.yaml
+	$(BIN)/python -m dflash.training.small_target configs/$(PAIR)-target.yaml
+	$(BIN)/python -m dflash.training.world train 7000 --seed 2 > runs/$(PAIR)/requests.jsonl
+	$(BIN)/dflash prepare runs/$(PAIR)/requests.jsonl --regenerate --target runs/$(PAIR)/target --output runs/$(PAIR)/data
+	$(BIN)/dflash cache-features configs/$(PAIR)-drafter.yaml
+	$(BIN)/dflash train configs/$(PAIR)-drafter.yaml
+
+publish: $(VENV)/installed
+	cp runs/pair/target/* dflash/pair/target/
+	$(BIN)/dflash export runs/pair/drafter dflash/pair/drafter
+	$(BIN)/python -m dflash.training.world heldout 100 --seed 2026 > dflash/pair/heldout.jsonl
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=") if sys.version_info < (3, 11) else None'

@@ -32,7 +32,8 @@ from typer.testing import CliRunner
 from dflash import LoadedTargetModel, cli
 from dflash.errors import DataError
 from dflash.training import prepare as preparing
-from dflash.training.chat import encode
+from dflash.training.answers import write_responses
+from dflash.training.chat import Row, encode, encode_unanswered
 from dflash.training.prepare import PrepareSettings, is_held_out, prepare
 from dflash.training.shards import open_dataset
 
@@ -79,6 +80,59 @@ def test_what_is_given_is_used_and_what_is_missing_is_written(target, tmp_path):
     again = texts(open_dataset(tmp_path / "new", "train", target))
     assert again[3] != made[3]
     assert again[:3] == made[:3]
+
+
+@pytest.mark.parametrize("guess", ["right", "wrong in the middle", "wrong at once", "too short", "too long"])
+def test_given_responses_that_are_the_targets_own_are_not_decoded_again(target, tmp_path, monkeypatch, guess):
+    options = PrepareSettings(max_tokens=12, heldout_percent=0, regenerate=True)
+    prepare([turns("q")], target, options, tmp_path / "plain")
+    own = open_dataset(tmp_path / "plain", "train", target)
+    response = own.tokens[own.response].tolist()
+    other = (response[5] + 1) % 200
+    tries = {
+        "right": response,
+        "wrong in the middle": [*response[:5], other, *response[6:]],
+        "wrong at once": [(response[0] + 1) % 200, *response],
+        "too short": response[:4],
+        "too long": [*response, 7],
+    }
+    decoded = []
+
+    def counted(model, prompts, stops, max_tokens, *others):
+        decoded.extend(max_tokens)
+        return write_responses(model, prompts, stops, max_tokens, *others)
+
+    monkeypatch.setattr(preparing, "write_responses", counted)
+    row = Row(encode(turns("q"), target, True, {}).tokens, None, tuple(tries[guess]))
+    ((tokens, wrote),) = preparing.answer_shard([row], target, options, "train 0")
+    assert tokens.tolist() == own.tokens.tolist()
+    assert wrote.tolist() == own.response.tolist()
+    left = {"wrong in the middle": [7], "wrong at once": [12], "too short": [8]}
+    assert decoded == left.get(guess, [])
+
+
+def test_a_guess_ends_with_the_targets_stop_token(target):
+    stops = frozenset(range(0, TEXT_VOCAB, 6))
+    stopping = Stopping(target.model, target.tokenizer)
+    rows = [encode(talk, target, True, {}) for talk in prompts(20)]
+    options = PrepareSettings(max_tokens=12)
+    own = preparing.answer_shard(rows, stopping, options, "train 0")
+    guessing = [
+        Row(row.tokens, None, (*tokens[len(row.tokens) :].tolist(), 5))
+        for row, (tokens, _) in zip(rows, own, strict=True)
+    ]
+    again = preparing.answer_shard(guessing, stopping, options, "train 0")
+    assert any(tokens[-1] in stops for tokens, _ in own)
+    assert [tokens.tolist() for tokens, _ in again] == [tokens.tolist() for tokens, _ in own]
+
+
+def test_the_given_response_is_the_guess_where_it_can_be_told(target):
+    row = encode_unanswered(turns("q", "ab"), target, True, {})
+    assert row.response is None
+    assert byte_tokenizer().decode(row.guess) == "ab" + STOP
+    assert not encode_unanswered(turns("q"), target, True, {}).guess
+    shouting = with_template("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    assert not encode_unanswered(turns("q", "ab"), shouting, True, {}).guess
 
 
 def test_of_a_conversation_only_the_new_response_counts_when_the_target_writes_one(target, tmp_path):

@@ -1,6 +1,5 @@
 """Training: blocks, anchors, weights, quick maths, interruption, and recipe files."""
 
-import json
 import math
 from pathlib import Path
 
@@ -13,18 +12,28 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
-from dflash import DFlashConfig, DFlashDraftModel
+from dflash import DFlashConfig, DFlashDraftModel, load_target
+from dflash.adapters import find_adapter
 from dflash.training import fastmath
-from dflash.training.answers import agreed_lengths, answer_from_guesses, answer_greedily
 from dflash.training.arrays import write_arrays
 from dflash.training.blocks import block_targets, draw_anchors, position_weights
 from dflash.training.data import Sequences, padded, plan_batches
 from dflash.training.drafter import draft_hidden
 from dflash.training.fit import FitSettings, fit
 from dflash.training.optimizer import MuonSettings
-from dflash.training.pair import PairSettings
+from dflash.training.quick_forward import FAMILIES, hidden_states
+from dflash.training.recipe import Recipe
 from dflash.training.settings import SettingsError, from_dict, load_settings
-from dflash.training.target import TargetSettings, answer_loss, answer_places, build_target, hidden_states
+from dflash.training.small_target import SmallTargetSettings
+from dflash.training.target import (
+    TargetSettings,
+    answer_loss,
+    answer_places,
+    build_target,
+    model_config,
+    rounded_to_bfloat16,
+    save_target,
+)
 from dflash.training.tokenizer import encode_answer, save_tokenizer, train_tokenizer
 
 
@@ -113,6 +122,8 @@ def test_quick_maths_equals_mlx_in_values_and_gradients():
         (lambda x: fastmath._softmax(x) * y, lambda x: mx.softmax(x, axis=-1) * y),
         (lambda x: fastmath._swiglu(x, y), lambda x: nn.silu(x) * y),
         (lambda x: fastmath._swiglu(y, x), lambda x: nn.silu(y) * x),
+        (lambda x: fastmath._geglu(x, y), lambda x: nn.gelu_approx(x) * y),
+        (lambda x: fastmath._geglu(y, x), lambda x: nn.gelu_approx(y) * x),
         (lambda x: fastmath._logsumexp(x), lambda x: mx.logsumexp(x, axis=-1)),
         (lambda x: fastmath.cross_entropy(x, t), lambda x: nn.losses.cross_entropy(x, t)),
     ]
@@ -123,21 +134,46 @@ def test_quick_maths_equals_mlx_in_values_and_gradients():
         assert mx.abs(my_gradient - gradient).max() < 1e-4 * max(1.0, mx.abs(gradient).max().item())
 
 
-def tiny_target():
-    return TargetSettings(
-        FitSettings(1), 1, hidden_size=16, num_hidden_layers=2, intermediate_size=24, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=4,
-    )  # fmt: skip
+SIZES = {
+    "hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 24, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS = {
+    "qwen3": SIZES | {"model_type": "qwen3"},
+    "gemma3_text": SIZES
+    | {"model_type": "gemma3_text", "query_pre_attn_scalar": 4, "sliding_window": 6, "sliding_window_pattern": 2},
+}
 
 
-def test_training_forward_equals_mlx_lm():
-    model = build_target(tiny_target(), 40, 3)
+def tiny_target(family: str = "qwen3") -> nn.Module:
+    return build_target(TargetSettings(CONFIGS[family], FitSettings(1), 1), 40, 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_forward_equals_mlx_lm(family):
+    model = tiny_target(family)
     tokens = mx.random.randint(0, 40, (3, 17))
-    assert mx.abs(hidden_states(model, tokens) - model.model(tokens)).max() < 1e-4
+    assert mx.abs(hidden_states(find_adapter(model), tokens) - model.model(tokens)).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_target_loads_as_the_same_model(family, tmp_path):
+    model, settings = tiny_target(family), TargetSettings(CONFIGS[family], FitSettings(1), 1)
+    save_tokenizer(train_tokenizer(TEXTS, 300), tmp_path / "tokenizer", 64)
+    rounded_to_bfloat16(model)
+    save_target(model, model_config(settings, 40, 3), tmp_path / "tokenizer", tmp_path / "target")
+    tokens = mx.random.randint(0, 40, (2, 11))
+    assert mx.array_equal(load_target(tmp_path / "target").model(tokens), model(tokens))
+
+
+def test_a_family_without_a_quick_forward_is_refused():
+    with pytest.raises(SettingsError, match="model_type must be one of qwen3, gemma3_text, got 'llama'"):
+        TargetSettings(SIZES | {"model_type": "llama"}, FitSettings(1), 1)
 
 
 def test_answer_loss_is_the_mean_over_answer_tokens():
-    model = build_target(tiny_target(), 40, 3)
+    model = tiny_target()
     tokens, response = mx.random.randint(0, 40, (2, 9)), np.concatenate([mask(9, (3, 9)), mask(9, (5, 7))])
     losses = nn.losses.cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
     expected = mx.concatenate([losses[0, 2:8], losses[1, 4:6]]).mean()
@@ -160,7 +196,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
 
     def run(folder, *stops):
         for stop_at in (*stops, None):
-            model = build_target(tiny_target(), 40, 3)
+            model = tiny_target()
             try:
                 fit(model, lambda number, stop=stop_at: batch(number, stop), answer_loss, settings, tmp_path / folder)
             except Interrupted:
@@ -237,36 +273,16 @@ def test_mlx_lm_loads_the_tokenizer(tmp_path):
 
 def test_an_unknown_key_names_the_nearest(tmp_path):
     with pytest.raises(SettingsError, match=r"fit: unknown key 'stesp'; did you mean 'steps'\?"):
-        from_dict(TargetSettings, {"samples": 1, "fit": {"stesp": 3}}, "here")
+        from_dict(TargetSettings, {"config": {}, "samples": 1, "fit": {"stesp": 3}}, "here")
     with pytest.raises(SettingsError, match="here: fit missing"):
-        from_dict(TargetSettings, {"samples": 1}, "here")
+        from_dict(TargetSettings, {"config": {}, "samples": 1}, "here")
     with pytest.raises(SettingsError, match="samples must be of type int, got 'many'"):
-        from_dict(TargetSettings, {"samples": "many", "fit": {"steps": 1}}, "here")
+        from_dict(TargetSettings, {"config": {}, "samples": "many", "fit": {"steps": 1}}, "here")
     (tmp_path / "broken.yaml").write_text("a: [1")
     with pytest.raises(SettingsError, match="not valid YAML"):
         load_settings(TargetSettings, tmp_path / "broken.yaml")
 
 
-def test_the_recipes_in_configs_are_valid():
-    recipe = Path(__file__).parents[1] / "configs" / "pair.yaml"
-    assert load_settings(PairSettings, recipe).drafter.block_size == 16
-    assert json.dumps(str(recipe))
-
-
-def test_answers_from_guesses_are_the_greedy_answers():
-    mx.random.seed(3)
-    model = build_target(TargetSettings(FitSettings(1), samples=1, num_hidden_layers=2, intermediate_size=64), 60, 4)
-    prompts = [[1, 9, 17, 2], [1, 30, 2], [1, 5, 6, 7, 8, 2], [1, 41, 42, 2]]
-    greedy = answer_greedily(model, prompts, end=4, max_tokens=12)
-    other = 7 if greedy[1][5] != 7 else 8
-    guesses = [
-        greedy[0],  # right
-        [*greedy[1][:5], other, *greedy[1][6:]],  # wrong in the middle
-        [(greedy[2][0] + 1) % 60, 4],  # wrong from the first token
-        [*greedy[3][:3], 4] if greedy[3][3] != 4 else greedy[3],  # ends too early
-    ]
-    assert agreed_lengths(model, Sequences.from_lists(prompts, guesses)).tolist()[:3] == [len(greedy[0]), 5, 0]
-    answers = answer_from_guesses(model, prompts, guesses, end=4, max_tokens=12)
-    assert answers[0] == greedy[0]
-    for answer, expected in zip(answers, greedy, strict=True):
-        assert answer[: len(expected)] == expected
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_recipes_in_configs_are_valid(path):
+    load_settings(SmallTargetSettings if path.stem.endswith("-target") else Recipe, path)

@@ -28,10 +28,14 @@ Messages = Sequence[dict[str, str]]
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence: ``tokens [L]`` and, of the same shape, which are responses; ``None`` if it awaits one."""
+    """One sequence: ``tokens [L]`` and, of the same shape, which are responses; ``None`` if it awaits one.
+
+    The response that it awaits may be what ``guess`` says.
+    """
 
     tokens: Ints
     response: Ints | None
+    guess: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> Ints:
@@ -66,6 +70,23 @@ def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, sw
             raise DataError(f"{conversation.where}: {error}") from error
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(f"{conversation.where}: the target's chat template refuses these messages: {reason}") from error
+
+
+def encode_unanswered(
+    conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any]
+) -> Row:
+    """As :func:`encode`, without the last response; that is the guess, where its tokens can be told."""
+    row = encode(conversation.unanswered(), target, chat, switches)
+    if not conversation.answered:
+        return row
+    try:
+        given = encode(conversation, target, chat, switches)
+    except DataError:
+        return row
+    length = len(row.tokens)
+    if given.response is None or not np.array_equal(given.tokens[:length], row.tokens):
+        return row
+    return Row(row.tokens, None, tuple(given.tokens[length:][given.response[length:]].tolist()))
 
 
 def _templated(conversation: Conversation, target: LoadedTargetModel, switches: dict[str, Any]) -> Row:

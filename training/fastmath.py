@@ -1,4 +1,4 @@
-"""Softmax, SwiGLU and cross-entropy that are quick on a CPU, forward and backward.
+"""Softmax, gated activations and cross-entropy that are quick on a CPU, forward and backward.
 
 Knows numerical analysis only. Must not know models or data.
 
@@ -9,6 +9,7 @@ by the compiler and cost about 2 ns. On other devices MLX's own operations are u
 Shapes: T tokens, V vocabulary.
 """
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -62,6 +63,7 @@ def warm_up() -> None:
     """
     x = mx.ones((2, 3))
     mx.eval(_shifted_exp(x, x[:, :1]), _swiglu_values(x, x), _swiglu_gradients(x, x, x))
+    mx.eval(_geglu_values(x, x), _geglu_gradients(x, x, x))
 
 
 def on_cpu() -> bool:
@@ -148,6 +150,42 @@ def _swiglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, output:
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """``silu(gate) * up``."""
     return _array(_swiglu(gate, up)) if on_cpu() else nn.silu(gate) * up
+
+
+_GELU_SLOPE, _GELU_CUBIC = 2 * (2 / math.pi) ** 0.5, 0.044715
+
+
+def _gelu_gate(x: mx.array, square: mx.array) -> mx.array:
+    return sigmoid(_GELU_SLOPE * x * (1 + _GELU_CUBIC * square))
+
+
+@_compiled
+def _geglu_values(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * _gelu_gate(gate, gate * gate) * up
+
+
+@mx.custom_function
+def _geglu(gate: mx.array, up: mx.array) -> mx.array:
+    return _geglu_values(gate, up)
+
+
+@_compiled
+def _geglu_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
+    square = gate * gate
+    share = _gelu_gate(gate, square)
+    gelu = gate * share
+    slope = share + gelu * (1 - share) * _GELU_SLOPE * (1 + 3 * _GELU_CUBIC * square)
+    return cotangent * up * slope, cotangent * gelu
+
+
+@_geglu.vjp
+def _geglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+    return _geglu_gradients(*primals, cotangent)
+
+
+def geglu(gate: mx.array, up: mx.array) -> mx.array:
+    """``gelu(gate) * up`` with the tanh form of GELU, as in Gemma."""
+    return _array(_geglu(gate, up)) if on_cpu() else nn.gelu_approx(gate) * up
 
 
 @mx.custom_function

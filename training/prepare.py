@@ -11,7 +11,7 @@ versions: elsewhere logits round differently, and two tokens that nearly tie can
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,8 +27,8 @@ from dflash import LoadedTargetModel
 from dflash.errors import DataError
 from dflash.files import write_json
 
-from .answers import write_responses
-from .chat import Row, encode
+from .answers import confirmed, write_responses
+from .chat import Row, encode, encode_unanswered
 from .data import Ints
 from .prompts import Conversation, digest, message_bytes
 from .shards import (
@@ -61,7 +61,8 @@ class PrepareSettings:
 
     A response is cut at ``max_tokens``, or where its sequence reaches ``max_length``; given sequences longer than
     that are dropped. ``temp`` 0 is greedy; ``top_p`` and ``top_k`` 0 are off. ``shard_size`` conversations are
-    written at a time. ``regenerate`` has the target write given last responses anew.
+    written at a time. ``regenerate`` has the target write given last responses anew; those that
+    are its own greedy ones already cost one pass at ``temp`` 0.
     """
 
     max_tokens: int = 2048
@@ -182,8 +183,8 @@ def make_plan(conversations: Sequence[Conversation], target: LoadedTargetModel, 
     dropped = {"duplicate": 0, "too_long": 0, "no_response": 0}
     seen: set[bytes] = set()
     for conversation in tqdm(conversations, desc="tokenize", unit=" conversations", disable=None):
-        asked = conversation.unanswered() if settings.regenerate else conversation
-        row = encode(asked, target, settings.chat, settings.chat_template_config)
+        read = encode_unanswered if settings.regenerate else encode
+        row = read(conversation, target, settings.chat, settings.chat_template_config)
         key = hashlib.sha256(row.prompt.tobytes()).digest()
         room = SHORTEST_RESPONSE if row.response is None else 0
         if key in seen:
@@ -292,17 +293,11 @@ def answer_shard(
 
     Random numbers depend on ``settings.seed`` and ``name`` only. ``finished`` is called once a sequence.
     """
-    prompts = [row.tokens.tolist() for row in rows if row.response is None]
-    for _ in range(len(rows) - len(prompts)):
+    awaiting = [row for row in rows if row.response is None]
+    for _ in range(len(rows) - len(awaiting)):
         finished()
-    written: Iterator[list[int]] = iter(())
-    if prompts:
-        mx.random.seed(int.from_bytes(hashlib.sha256(f"{settings.seed} {name}".encode()).digest()[:8], "big"))
-        longest = _longest(target, settings)
-        sampler = make_sampler(settings.temp, settings.top_p, top_k=settings.top_k)
-        most = [min(settings.max_tokens, longest - len(prompt)) for prompt in prompts]
-        stops, batch = target.stop_token_ids(), settings.batch_size
-        written = iter(write_responses(target.model, prompts, stops, most, batch, sampler, finished))
+    mx.random.seed(int.from_bytes(hashlib.sha256(f"{settings.seed} {name}".encode()).digest()[:8], "big"))
+    written = iter(_responses(awaiting, target, settings, finished))
     answered = []
     for row in rows:
         if row.response is not None:
@@ -311,6 +306,42 @@ def answer_shard(
             tokens = np.concatenate([row.tokens, np.asarray(next(written), np.int32)])
             answered.append((tokens, np.arange(len(tokens)) >= len(row.tokens)))
     return answered
+
+
+def _responses(
+    rows: Sequence[Row], target: LoadedTargetModel, settings: PrepareSettings, finished: Callable[[], object]
+) -> list[list[int]]:
+    """What the target writes; at temperature 0 only what it would write otherwise than guessed is decoded."""
+    longest, stops = _longest(target, settings), target.stop_token_ids()
+    prompts = [row.tokens.tolist() for row in rows]
+    most = [min(settings.max_tokens, longest - len(prompt)) for prompt in prompts]
+    written: list[list[int]] = [[] for _ in rows]
+    guessed = [i for i, row in enumerate(rows) if row.guess and settings.temp == 0]
+    if guessed:
+        guesses = [_until(stops, rows[i].guess[: most[i]]) for i in guessed]
+        for i, begun in zip(guessed, confirmed(target, [prompts[i] for i in guessed], guesses), strict=True):
+            written[i] = begun
+    unfinished = [i for i, begun in enumerate(written) if len(begun) < most[i] and not (begun and begun[-1] in stops)]
+    for _ in range(len(rows) - len(unfinished)):
+        finished()
+    rest = write_responses(
+        target.model,
+        [prompts[i] + written[i] for i in unfinished],
+        stops,
+        [most[i] - len(written[i]) for i in unfinished],
+        settings.batch_size,
+        make_sampler(settings.temp, settings.top_p, top_k=settings.top_k),
+        finished,
+    )
+    for i, more in zip(unfinished, rest, strict=True):
+        written[i] = written[i] + more
+    return written
+
+
+def _until(stops: Collection[int], tokens: Sequence[int]) -> list[int]:
+    """Tokens up to and with the first stop token."""
+    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return list(tokens[: end + 1])
 
 
 def _longest(target: LoadedTargetModel, settings: PrepareSettings) -> int:

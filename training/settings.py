@@ -82,6 +82,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and isinstance(value, list):
         return tuple(_convert(arguments[0], item, where) for item in value)
+    if origin is dict and isinstance(value, dict):
+        return value
     if origin is typing.Literal:
         if value not in arguments:
             raise SettingsError(f"{where} is {value!r}; {_hint(value, arguments)}")

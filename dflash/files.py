@@ -7,13 +7,15 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+from filelock import FileLock, Timeout
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DFlashError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
@@ -77,6 +79,24 @@ def read_safetensors(folder: Path) -> dict[str, mx.array]:
             raise CheckpointError(f"{file} is damaged or truncated: {str(error).splitlines()[0]}") from error
         tensors.update(loaded)
     return tensors
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep other processes that ask for ``folder`` out of it; one that is killed no longer holds it.
+
+    Raises :class:`~dflash.errors.DFlashError` if another process holds it, ``OSError`` if it cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise DFlashError(f"Another process is writing to {folder}; wait until it ends, or stop it.") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

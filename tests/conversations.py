@@ -34,7 +34,9 @@ def prompts(count: int) -> list[Conversation]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Every file but the lock."""
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != ".lock")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 def texts(sequences: Sequences, wrote: bool = True) -> list[str]:

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from conversations import write_lines
 from mlx.utils import tree_map
 from training_runs import read_log, write_dataset, write_recipe, write_target
 from typer.testing import CliRunner
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 import dflash
 from dflash import cli
 from dflash.errors import DFlashError, TrainingError
+from dflash.files import held
 from dflash.training import evaluate, export
 from dflash.training.batches import Batches, anchor_counts, usable
 from dflash.training.data import Sequences
@@ -74,6 +76,8 @@ def test_the_finished_drafter_loads_in_the_published_format_and_decodes_the_targ
     card = (undisturbed / "drafter" / "README.md").read_text()
     assert "Acceptance length" in card
     assert "learning_rate: 0.0006" in card
+    assert "--target target --drafter drafter" in card
+    assert str(folder) not in card
 
 
 def test_evaluation_by_decoding_is_logged_every_n_steps_and_at_the_end(undisturbed):
@@ -362,7 +366,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(folder, monkeyp
     assert "was not taken by the disk" in answer.stderr.splitlines()[-1]
     monkeypatch.undo()
     assert mx.load(str(folder / "full" / "state.safetensors"), return_metadata=True)[1]["step"] == "2"
-    assert not list((folder / "full").glob(".*"))
+    assert [p.name for p in (folder / "full").glob(".*")] == [".lock"]
 
 
 def test_features_are_those_of_the_adapter(folder):
@@ -505,6 +509,28 @@ def test_answers_without_a_block_have_no_acceptance_and_do_not_stop_a_run(folder
     train(recipe(folder, "short", "run.steps=2", "run.evaluate_every=1", "run.evaluate_tokens=1"))
     assert [line["acceptance_length"] for line in read_log(folder / "short") if "blocks" in line] == [None, None]
     assert dflash.load_drafter(folder / "short" / "drafter").block_size == 4
+
+
+def test_a_second_process_is_kept_out_of_every_folder_that_one_is_writing_to(folder, tmp_path):
+    recipe_file = write_recipe(folder)
+    commands = [
+        ["train", recipe_file, "--set", f"run.folder={tmp_path}"],
+        ["cache-features", recipe_file, "--set", f"data.cached_features={tmp_path}"],
+        ["prepare", write_lines(folder / "p.jsonl", '{"prompt": "a"}'), "--output", tmp_path],
+    ]
+    with held(tmp_path):
+        for command in commands:
+            answer = invoke(*command)
+            assert answer.exit_code == 1
+            assert f"Another process is writing to {tmp_path}; wait" in answer.stderr.splitlines()[-1]
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_killed_process_holds_nothing(tmp_path):
+    code = "import os, sys, pathlib, dflash.files as files\nwith files.held(pathlib.Path(sys.argv[1])): os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == 9
+    with held(tmp_path):
+        pass
 
 
 def test_eval_scores_a_drafter_on_a_prompt_file(undisturbed, folder, tmp_path):

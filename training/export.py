@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 EXPORTED = ("model.safetensors", "config.json", "README.md")
 """The files of a finished drafter."""
 
+_FOLDERS = ("folder", "cached_features")
+
 CARD = """---
 library_name: mlx
 {base}tags:
@@ -76,11 +78,17 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
 
 
 def card(recipe: dict[str, Any], config: DFlashConfig, name: str, results: dict[str, Any] | None) -> str:
-    """The model card; ``results`` are those of the evaluation of the exported weights, if there was one."""
-    target = recipe["target"]
+    """The model card; ``results`` are those of the evaluation of the exported weights, if there was one.
+
+    Of folders on this machine it shows only the names.
+    """
+    local = Path(recipe["target"]).exists()
+    target = Path(recipe["target"]).name if local else recipe["target"]
+    data, run = ({k: Path(v).name if k in _FOLDERS and v else v for k, v in recipe[p].items()} for p in ("data", "run"))
+    recipe = recipe | {"target": target, "data": data, "run": run}
     return CARD.format(
         target=target,
-        base="" if Path(target).exists() else f"base_model: {target}\n",
+        base="" if local else f"base_model: {target}\n",
         name=name,
         layers=config.num_hidden_layers,
         block_size=config.block_size,

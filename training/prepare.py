@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from dflash import LoadedTargetModel
 from dflash.errors import DataError
-from dflash.files import write_json
+from dflash.files import held, write_json
 
 from .answers import confirmed, write_responses
 from .chat import Row, encode, encode_unanswered
@@ -125,7 +125,8 @@ def prepare(
     """Make the dataset in ``folder``, or what is left of it; returns its manifest.
 
     Raises :class:`~dflash.errors.DataError` if the folder holds a dataset of other settings, conversations or
-    another target, if nothing is left to train on, or if the folder cannot be written.
+    another target, if nothing is left to train on, or if the folder cannot be written, and
+    :class:`~dflash.errors.DFlashError` if another process is writing to it.
     """
     with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ def prepare(
         "settings": asdict(settings),
         "sequences": {"count": sum(map(len, plan.rows.values())), "sha256": plan.digest()},
     }
-    with _writing_to(folder):
+    with _writing_to(folder), held(folder):
         _start(folder, description)
         _write_shards(plan, target, settings, folder)
         splits = {split: _summary(plan, split, target, settings, folder) for split in SPLITS}

@@ -11,6 +11,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import mlx.core as mx
 from dflash import LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
 from dflash.errors import TrainingError
-from dflash.files import read_json, remove_unfinished, write_json
+from dflash.files import held, read_json, remove_unfinished, write_json
 
 from .batches import Batches
 from .checkpoints import BEST, LOG, STATE
@@ -49,7 +50,7 @@ _MAY_CHANGE = {
 def train(recipe: Recipe) -> Path:
     """Run a recipe, or what is left of it; returns the folder of the finished drafter.
 
-    Raises :class:`~dflash.errors.DFlashError` for bad data, a run folder of another recipe or a loss that
+    Raises :class:`~dflash.errors.DFlashError` for bad data, a run folder of another recipe or process, or a loss that
     blows up, ``OSError`` where the folder cannot be written to, and ``KeyboardInterrupt`` after Ctrl-C, once
     the step is saved.
     """
@@ -72,9 +73,6 @@ def train(recipe: Recipe) -> Path:
     folder = recipe.run.folder
     identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(sequences)}
     ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
-    if ranks.writes:
-        claim(folder, identity)
-        write_json(folder / CONFIG, drafter.config.to_dict())
     logger.info(
         "%d sequences, %d batches, %d steps on %s, %d process(es).",
         len(batches.sequences),
@@ -87,21 +85,25 @@ def train(recipe: Recipe) -> Path:
     def evaluate() -> dict[str, Any]:
         return ranks.added(measure(target, drafter, ranks.share(prompts), recipe.run.evaluate_tokens)).results()
 
-    fit(
-        drafter,
-        with_features,
-        batch_loss(recipe.objective, target.head, drafter_dtype(target), recipe.run.grad_checkpoint),
-        settings,
-        folder,
-        evaluate,
-        score="acceptance_length",
-        name_batch=batches.name,
-        ranks=ranks,
-    )
     finished = folder / FINISHED
-    if ranks.writes:
-        export(folder, finished, best=(folder / BEST).exists())
-        logger.info("The drafter is in %s.", finished)
+    with held(folder) if ranks.writes else nullcontext():
+        if ranks.writes:
+            claim(folder, identity)
+            write_json(folder / CONFIG, drafter.config.to_dict())
+        fit(
+            drafter,
+            with_features,
+            batch_loss(recipe.objective, target.head, drafter_dtype(target), recipe.run.grad_checkpoint),
+            settings,
+            folder,
+            evaluate,
+            score="acceptance_length",
+            name_batch=batches.name,
+            ranks=ranks,
+        )
+        if ranks.writes:
+            export(folder, finished, best=(folder / BEST).exists())
+            logger.info("The drafter is in %s.", finished)
     return finished
 
 
@@ -119,7 +121,8 @@ def cache_features(recipe: Recipe) -> Path:
     sequences = open_dataset(recipe.data.folder, "train", target)
     layer_ids = drafter_config(recipe.drafter, target).target_layer_ids
     wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.share_of_kl > 0)
-    write_features(folder, recipe.data, sequences, target, wanted)
+    with held(folder):
+        write_features(folder, recipe.data, sequences, target, wanted)
     return folder
 
 

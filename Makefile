@@ -1,7 +1,7 @@
 # make demo    answer one request, plain and with DFlash, and compare
 # make test    run the tests            make check   lint, formatting, types
 # make pair    train the shipped pair from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
-# make publish copy it from there into the package
+# make publish copy runs/pair into the package
 # make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
 # Each target sets up .venv by itself; it is reinstalled only when pyproject.toml changes.
 
@@ -34,15 +34,18 @@ format: $(VENV)/installed
 
 pair: $(VENV)/installed
 	$(BIN)/python -m dflash.training.small_target configs/$(PAIR)-target.yaml
-	$(BIN)/python -m dflash.training.world train 7000 --seed 2 > runs/$(PAIR)/requests.jsonl
-	$(BIN)/dflash prepare runs/$(PAIR)/requests.jsonl --regenerate --target runs/$(PAIR)/target --output runs/$(PAIR)/data
+	$(BIN)/python -m dflash.training.world train 7000 --seed 2 > runs/$(PAIR)/requests.tmp
+	mv runs/$(PAIR)/requests.tmp runs/$(PAIR)/requests.jsonl
+	$(BIN)/dflash prepare runs/$(PAIR)/requests.jsonl --regenerate --max-tokens 320 --max-length 1024 \
+	    --target runs/$(PAIR)/target --output runs/$(PAIR)/data
 	$(BIN)/dflash cache-features configs/$(PAIR)-drafter.yaml
 	$(BIN)/dflash train configs/$(PAIR)-drafter.yaml
 
 publish: $(VENV)/installed
-	cp runs/pair/target/* dflash/pair/target/
+	$(BIN)/python -m dflash.training.world heldout 100 --seed 2026 > runs/pair/heldout.jsonl
 	$(BIN)/dflash export runs/pair/drafter dflash/pair/drafter
-	$(BIN)/python -m dflash.training.world heldout 100 --seed 2026 > dflash/pair/heldout.jsonl
+	cp runs/pair/target/* dflash/pair/target/
+	cp runs/pair/heldout.jsonl dflash/pair/heldout.jsonl
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=") if sys.version_info < (3, 11) else None'

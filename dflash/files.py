@@ -30,7 +30,7 @@ def resolve_checkpoint(path_or_hub_name: str | Path) -> Path:
     if path.is_dir():
         return path
     name = str(path_or_hub_name)
-    if path.exists() or not _HUB_NAME.fullmatch(name):
+    if path.exists() or not is_hub_name(name):
         raise CheckpointError(
             f"No checkpoint folder at {name!r}; expected a folder with config.json and *.safetensors, "
             "or a hub name such as 'org/model'."
@@ -44,6 +44,11 @@ def resolve_checkpoint(path_or_hub_name: str | Path) -> Path:
         raise CheckpointError(
             f"No folder {name!r} here, and it could not be downloaded from the hub: {reason}"
         ) from error
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` has the form ``org/name``."""
+    return _HUB_NAME.fullmatch(name) is not None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -82,9 +87,10 @@ def read_safetensors(folder: Path) -> dict[str, mx.array]:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep other processes that ask for ``folder`` out of it; one that is killed no longer holds it.
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other processes that ask for ``folder`` out of it; a process that is killed lets go of it.
 
+    (Unless the disk has no locks that the system lets go of: then a killed one leaves ``.lock``, to be removed.)
     Raises :class:`~dflash.errors.DFlashError` if another process holds it, ``OSError`` if it cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom against the installed package."""
+"""Every notebook runs from top to bottom, in its folder, against the installed package."""
 
 from pathlib import Path
 
@@ -14,4 +14,5 @@ def test_notebook_runs_and_is_committed_with_outputs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.outputs for cell in code_cells), "commit the notebook with its outputs"
-    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    where = {"metadata": {"path": str(path.parent)}}  # as Jupyter runs it
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()

@@ -63,8 +63,9 @@ def test_a_response_ends_with_its_stop_token_or_is_counted_as_cut(target, tmp_pa
     made = open_dataset(tmp_path, "train", stopping)
     ends = np.isin(made.tokens[np.cumsum(made.lengths) - 1], list(stopping.stop_token_ids()))
     assert 0 < (~ends).sum() == manifest["splits"]["train"]["cut"] < len(made)
-    assert (made.response_lengths[~ends] == 5).all()
-    assert (made.response_lengths >= 2).all()  # a response of nothing but its end is left out, and counted
+    written = np.add.reduceat(made.response, made.starts, dtype=int)
+    assert (written[~ends] == 5).all()
+    assert (written >= 2).all()  # a response of nothing but its end is left out, and counted
     assert manifest["dropped"]["no_response"] == 40 - len(made) > 0
 
 
@@ -103,7 +104,7 @@ def test_given_responses_that_are_the_targets_own_are_not_decoded_again(target, 
         return write_responses(model, prompts, stops, max_tokens, *others)
 
     monkeypatch.setattr(preparing, "write_responses", counted)
-    row = Row(encode(turns("q"), target, True, {}).tokens, None, tuple(tries[guess]))
+    row = Row(encode(turns("q"), target, True, {}).tokens, None, np.array(tries[guess]))
     ((tokens, wrote),) = preparing.answer_shard([row], target, options, "train 0")
     assert tokens.tolist() == own.tokens.tolist()
     assert wrote.tolist() == own.response.tolist()
@@ -118,7 +119,7 @@ def test_a_guess_ends_with_the_targets_stop_token(target):
     options = PrepareSettings(max_tokens=12)
     own = preparing.answer_shard(rows, stopping, options, "train 0")
     guessing = [
-        Row(row.tokens, None, (*tokens[len(row.tokens) :].tolist(), 5))
+        Row(row.tokens, None, np.append(tokens[len(row.tokens) :], 5))
         for row, (tokens, _) in zip(rows, own, strict=True)
     ]
     again = preparing.answer_shard(guessing, stopping, options, "train 0")
@@ -127,12 +128,29 @@ def test_a_guess_ends_with_the_targets_stop_token(target):
 
 
 def test_the_given_response_is_the_guess_where_it_can_be_told(target):
-    row = encode_unanswered(turns("q", "ab"), target, True, {})
+    row = encode_unanswered(turns("q", "ab"), target, True, {}, True)
     assert row.response is None
     assert byte_tokenizer().decode(row.guess) == "ab" + STOP
-    assert not encode_unanswered(turns("q"), target, True, {}).guess
+    assert encode_unanswered(turns("q", "ab"), target, True, {}, False).guess is None
+    assert encode_unanswered(turns("q"), target, True, {}, True).guess is None
     shouting = with_template("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
-    assert not encode_unanswered(turns("q", "ab"), shouting, True, {}).guess
+    assert encode_unanswered(turns("q", "ab"), shouting, True, {}, True).guess is None
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_only_greedy_responses_are_guessed(target, tmp_path, monkeypatch, temp):
+    checked = []
+    monkeypatch.setattr(
+        preparing,
+        "agreed_beginnings",
+        lambda target, prompts, guesses: checked.extend(guesses) or [[] for _ in guesses],
+    )
+    options = PrepareSettings(max_tokens=5, heldout_percent=0, regenerate=True, temp=temp)
+    prepare([turns("q", "a"), turns("r", "b")], target, options, tmp_path / "given")
+    prepare([turns("q"), turns("r")], target, options, tmp_path / "bare")
+    assert len(checked) == (2 if temp == 0 else 0)
+    given, bare = (open_dataset(tmp_path / name, "train", target) for name in ("given", "bare"))
+    assert texts(given) == texts(bare)
 
 
 def test_of_a_conversation_only_the_new_response_counts_when_the_target_writes_one(target, tmp_path):

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import dflash
 from dflash import cli
 from dflash.errors import DFlashError, TrainingError
-from dflash.files import held
+from dflash.files import only_writer
 from dflash.training import evaluate, export
 from dflash.training.batches import Batches, anchor_counts, usable
 from dflash.training.data import Sequences
@@ -518,7 +518,7 @@ def test_a_second_process_is_kept_out_of_every_folder_that_one_is_writing_to(fol
         ["cache-features", recipe_file, "--set", f"data.cached_features={tmp_path}"],
         ["prepare", write_lines(folder / "p.jsonl", '{"prompt": "a"}'), "--output", tmp_path],
     ]
-    with held(tmp_path):
+    with only_writer(tmp_path):
         for command in commands:
             answer = invoke(*command)
             assert answer.exit_code == 1
@@ -527,9 +527,9 @@ def test_a_second_process_is_kept_out_of_every_folder_that_one_is_writing_to(fol
 
 
 def test_a_killed_process_holds_nothing(tmp_path):
-    code = "import os, sys, pathlib, dflash.files as files\nwith files.held(pathlib.Path(sys.argv[1])): os._exit(9)"
+    code = "import os, sys, pathlib, dflash.files as f\nwith f.only_writer(pathlib.Path(sys.argv[1])): os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == 9
-    with held(tmp_path):
+    with only_writer(tmp_path):
         pass
 
 

@@ -1,12 +1,15 @@
 """Training: blocks, anchors, weights, quick maths, interruption, and recipe files."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -167,11 +170,6 @@ def test_a_saved_target_loads_as_the_same_model(family, tmp_path):
     assert mx.array_equal(load_target(tmp_path / "target").model(tokens), model(tokens))
 
 
-def test_a_family_without_a_quick_forward_is_refused():
-    with pytest.raises(SettingsError, match="model_type must be one of qwen3, gemma3_text, got 'llama'"):
-        TargetSettings(SIZES | {"model_type": "llama"}, FitSettings(1), 1)
-
-
 def test_answer_loss_is_the_mean_over_answer_tokens():
     model = tiny_target()
     tokens, response = mx.random.randint(0, 40, (2, 9)), np.concatenate([mask(9, (3, 9)), mask(9, (5, 7))])
@@ -245,7 +243,6 @@ def test_sequences_survive_saving(tmp_path):
     tokens, response = padded(both, np.array([2, 3]), both.starts)
     assert tokens.tolist() == [[1, 2, 4, 0], [3, 5, 6, 7]]
     assert response.tolist() == [[False, False, True, False], [False, True, True, True]]
-    assert both.response_lengths.tolist() == [1, 3, 1, 3]
 
 
 TEXTS = ["def f(x):\n    return [x, 12, 345]\n", "How many? Answer: 27", "  naïve — 東京\t!"]
@@ -286,3 +283,62 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_recipes_in_configs_are_valid(path):
     load_settings(SmallTargetSettings if path.stem.endswith("-target") else Recipe, path)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    (tmp_path / "twice.yaml").write_text("target: a\ndata:\n  folder: x\n  seed: 1\n  seed: 2\n")
+    with pytest.raises(SettingsError, match=r"not valid YAML: the key 'seed' is there twice\s.*line 5"):
+        load_settings(Recipe, tmp_path / "twice.yaml")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (SIZES | {"model_type": "llama"}, "model_type must be one of qwen3, gemma3_text, got 'llama'"),
+        (SIZES | {"model_type": ["qwen3"]}, r"model_type must be one of .*, got \['qwen3'\]"),
+        (CONFIGS["qwen3"] | {"hidden_sise": 8}, "config: unknown key 'hidden_sise'; did you mean 'hidden_size'"),
+        (CONFIGS["gemma3_text"] | {"vocab_size": 8}, "config: unknown key 'vocab_size'"),
+        ({"model_type": "qwen3", "hidden_size": 8}, "config: num_hidden_layers missing"),
+    ],
+)
+def test_a_target_that_cannot_be_made_is_refused(config, message):
+    with pytest.raises(SettingsError, match=message):
+        TargetSettings(config, FitSettings(1), 1)
+
+
+WORLD = {
+    "tokenizer": {"samples": 200, "seed": 1, "vocab_size": 300},
+    "held_out": {"samples": 4, "seed": 1, "max_tokens": 4},
+}
+
+
+def small_recipe(tmp_path: Path, **fit: int) -> Path:
+    target = {"config": CONFIGS["gemma3_text"], "samples": 30, "fit": {"steps": 4, "log_every": 2, **fit}}
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(WORLD | {"folder": str(tmp_path / "run"), "target": target}))
+    return path
+
+
+def small_target(recipe: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dflash.training.small_target", str(recipe)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_small_target_is_trained_saved_and_not_trained_again(tmp_path):
+    first = small_target(small_recipe(tmp_path))
+    assert first.returncode == 0, first.stderr
+    model = tmp_path / "run" / "target" / "model.safetensors"
+    loaded, made = load_target(model.parent), model.stat().st_mtime_ns
+    assert loaded.adapter.config.model_type == "gemma3_text"
+    assert loaded.build_prompt("Hi")
+    assert small_target(small_recipe(tmp_path)).returncode == 0
+    assert model.stat().st_mtime_ns == made
+
+
+def test_a_small_target_of_another_recipe_is_not_mixed_in(tmp_path):
+    assert small_target(small_recipe(tmp_path)).returncode == 0
+    other = small_target(small_recipe(tmp_path, steps=5))
+    assert other.returncode == 1
+    assert "belongs to a run with target.fit.steps 4, this recipe has 5" in other.stderr.splitlines()[-1]
+    missing = small_target(tmp_path / "nope.yaml")
+    assert (missing.returncode, missing.stderr.count("\n")) == (1, 1)

@@ -17,6 +17,9 @@ from dflash import LoadedTargetModel
 
 from .data import Sequences, padded, plan_batches
 
+_PIECE = 512
+"""Positions whose logits are computed at a time."""
+
 
 def write_responses(
     model: nn.Module,
@@ -51,13 +54,13 @@ def write_responses(
     return written
 
 
-def confirmed(
+def agreed_beginnings(
     target: LoadedTargetModel,
     prompts: Sequence[list[int]],
     guesses: Sequence[list[int]],
     batch_tokens: int = 2048,
 ) -> list[list[int]]:
-    """The beginning of each guess, which must hold a token, that is the target's own greedy response to its prompt.
+    """The beginning of each guess that is the target's own greedy response to its prompt; no guess may be empty.
 
     Computed in passes of another shape than decoding's, so that a near tie may fall the other way.
     """
@@ -67,7 +70,8 @@ def confirmed(
         tokens, _ = padded(together, rows, starts)
         hidden_NSE, _ = target.forward_hidden(mx.array(tokens), None, ())
         for row, hidden_SE in zip(rows, hidden_NSE, strict=True):
-            begin, guess = len(prompts[row]), guesses[row]
-            chosen = mx.argmax(target.head(hidden_SE[None, begin - 1 : begin + len(guess) - 1]), axis=-1)
-            kept[row] = int(np.cumprod(np.array(chosen)[0] == guess).sum())
+            guess, begin = guesses[row], len(prompts[row]) - 1
+            pieces = mx.split(hidden_SE[None, begin : begin + len(guess)], range(_PIECE, len(guess), _PIECE), axis=1)
+            chosen = np.concatenate([np.array(mx.argmax(target.head(piece), axis=-1)) for piece in pieces], axis=1)
+            kept[row] = int(np.cumprod(chosen[0] == guess).sum())
     return [guess[:count] for guess, count in zip(guesses, kept, strict=True)]

@@ -30,12 +30,12 @@ Messages = Sequence[dict[str, str]]
 class Row:
     """One sequence: ``tokens [L]`` and, of the same shape, which are responses; ``None`` if it awaits one.
 
-    The response that it awaits may be what ``guess`` says.
+    The response that it awaits may be the tokens ``guess``.
     """
 
     tokens: Ints
     response: Ints | None
-    guess: tuple[int, ...] = ()
+    guess: Ints | None = None
 
     @property
     def prompt(self) -> Ints:
@@ -73,11 +73,11 @@ def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, sw
 
 
 def encode_unanswered(
-    conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any]
+    conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any], guessing: bool
 ) -> Row:
-    """As :func:`encode`, without the last response; that is the guess, where its tokens can be told."""
+    """As :func:`encode`, without the last response; ``guessing`` makes that the guess, where its tokens can be told."""
     row = encode(conversation.unanswered(), target, chat, switches)
-    if not conversation.answered:
+    if not (guessing and conversation.answered):
         return row
     try:
         given = encode(conversation, target, chat, switches)
@@ -86,7 +86,8 @@ def encode_unanswered(
     length = len(row.tokens)
     if given.response is None or not np.array_equal(given.tokens[:length], row.tokens):
         return row
-    return Row(row.tokens, None, tuple(given.tokens[length:][given.response[length:]].tolist()))
+    guess = given.tokens[length:][given.response[length:]]
+    return Row(row.tokens, None, guess if len(guess) else None)
 
 
 def _templated(conversation: Conversation, target: LoadedTargetModel, switches: dict[str, Any]) -> Row:

@@ -44,11 +44,6 @@ class Sequences:
         """Where each sequence begins in ``tokens``."""
         return np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
 
-    @property
-    def response_lengths(self) -> Ints:
-        """How many tokens of each sequence the target wrote."""
-        return np.add.reduceat(self.response, self.starts, dtype=np.int64)
-
     def having(self, chosen: Ints) -> "Sequences":
         """The sequences for which the boolean ``chosen`` is true."""
         kept = np.repeat(chosen, self.lengths)

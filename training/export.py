@@ -12,7 +12,7 @@ import yaml
 
 from dflash import DFlashConfig, DFlashDraftModel, save_drafter
 from dflash.errors import CheckpointError, DFlashError
-from dflash.files import read_json, write_whole
+from dflash.files import is_hub_name, read_json, write_whole
 
 from .checkpoints import BEST, read_results, read_weights
 
@@ -82,8 +82,8 @@ def card(recipe: dict[str, Any], config: DFlashConfig, name: str, results: dict[
 
     Of folders on this machine it shows only the names.
     """
-    local = Path(recipe["target"]).exists()
-    target = Path(recipe["target"]).name if local else recipe["target"]
+    local = Path(recipe["target"]).exists() or not is_hub_name(recipe["target"])
+    target = Path(recipe["target"]).resolve().name if local else recipe["target"]
     data, run = ({k: Path(v).name if k in _FOLDERS and v else v for k, v in recipe[p].items()} for p in ("data", "run"))
     recipe = recipe | {"target": target, "data": data, "run": run}
     return CARD.format(

@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from dflash import LoadedTargetModel
 from dflash.errors import DataError
-from dflash.files import held, write_json
+from dflash.files import only_writer, write_json
 
-from .answers import confirmed, write_responses
+from .answers import agreed_beginnings, write_responses
 from .chat import Row, encode, encode_unanswered
 from .data import Ints
 from .prompts import Conversation, digest, message_bytes
@@ -61,8 +61,8 @@ class PrepareSettings:
 
     A response is cut at ``max_tokens``, or where its sequence reaches ``max_length``; given sequences longer than
     that are dropped. ``temp`` 0 is greedy; ``top_p`` and ``top_k`` 0 are off. ``shard_size`` conversations are
-    written at a time. ``regenerate`` has the target write given last responses anew; those that
-    are its own greedy ones already cost one pass at ``temp`` 0.
+    written at a time. ``regenerate`` has the target write given last responses anew; at ``temp`` 0
+    those that are its own already cost one pass.
     """
 
     max_tokens: int = 2048
@@ -128,11 +128,20 @@ def prepare(
     another target, if nothing is left to train on, or if the folder cannot be written, and
     :class:`~dflash.errors.DFlashError` if another process is writing to it.
     """
-    with _writing_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # hours later would be a bad time to find out
     if settings.top_k >= target.vocab_size:
         raise DataError(f"top_k must be below the target's {target.vocab_size} tokens, got {settings.top_k}.")
+    with _writing_to(folder), only_writer(folder):
+        tempfile.TemporaryFile(dir=folder).close()  # hours later would be a bad time to find out
+        return _prepare(conversations, target, settings, folder, source)
+
+
+def _prepare(
+    conversations: Sequence[Conversation],
+    target: LoadedTargetModel,
+    settings: PrepareSettings,
+    folder: Path,
+    source: str,
+) -> dict[str, Any]:
     plan = make_plan(conversations, target, settings)
     if not plan.rows["heldout"] and settings.heldout_percent:
         logger.warning(
@@ -150,15 +159,14 @@ def prepare(
         "settings": asdict(settings),
         "sequences": {"count": sum(map(len, plan.rows.values())), "sha256": plan.digest()},
     }
-    with _writing_to(folder), held(folder):
-        _start(folder, description)
-        _write_shards(plan, target, settings, folder)
-        splits = {split: _summary(plan, split, target, settings, folder) for split in SPLITS}
-        empty = description["sequences"]["count"] - sum(summary["sequences"] for summary in splits.values())
-        dropped = plan.dropped | {"no_response": plan.dropped["no_response"] + empty}
-        manifest = description | {"source": source, "dropped": dropped, "splits": splits}
-        if not (folder / MANIFEST).exists() or read_manifest(folder) != manifest:
-            write_json(folder / MANIFEST, manifest)
+    _start(folder, description)
+    _write_shards(plan, target, settings, folder)
+    splits = {split: _summary(plan, split, target, settings, folder) for split in SPLITS}
+    empty = description["sequences"]["count"] - sum(summary["sequences"] for summary in splits.values())
+    dropped = plan.dropped | {"no_response": plan.dropped["no_response"] + empty}
+    manifest = description | {"source": source, "dropped": dropped, "splits": splits}
+    if not (folder / MANIFEST).exists() or read_manifest(folder) != manifest:
+        write_json(folder / MANIFEST, manifest)
     return manifest
 
 
@@ -179,13 +187,13 @@ def _writing_to(folder: Path) -> Iterator[None]:
 
 def make_plan(conversations: Sequence[Conversation], target: LoadedTargetModel, settings: PrepareSettings) -> Plan:
     """Tokenize all conversations, leave out repeated and unusable ones, and part training from held-out ones."""
-    longest = _longest(target, settings)
+    longest, guessing = _longest(target, settings), settings.temp == 0
     rows: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     dropped = {"duplicate": 0, "too_long": 0, "no_response": 0}
     seen: set[bytes] = set()
     for conversation in tqdm(conversations, desc="tokenize", unit=" conversations", disable=None):
-        read = encode_unanswered if settings.regenerate else encode
-        row = read(conversation, target, settings.chat, settings.chat_template_config)
+        how = target, settings.chat, settings.chat_template_config
+        row = encode_unanswered(conversation, *how, guessing) if settings.regenerate else encode(conversation, *how)
         key = hashlib.sha256(row.prompt.tobytes()).digest()
         room = SHORTEST_RESPONSE if row.response is None else 0
         if key in seen:
@@ -317,32 +325,33 @@ def _responses(
     prompts = [row.tokens.tolist() for row in rows]
     most = [min(settings.max_tokens, longest - len(prompt)) for prompt in prompts]
     written: list[list[int]] = [[] for _ in rows]
-    guessed = [i for i, row in enumerate(rows) if row.guess and settings.temp == 0]
-    if guessed:
-        guesses = [_until(stops, rows[i].guess[: most[i]]) for i in guessed]
-        for i, begun in zip(guessed, confirmed(target, [prompts[i] for i in guessed], guesses), strict=True):
-            written[i] = begun
+    guesses = {i: _until(stops, row.guess[: most[i]]) for i, row in enumerate(rows) if row.guess is not None}
+    if guesses:
+        begun = agreed_beginnings(target, [prompts[i] for i in guesses], list(guesses.values()))
+        for i, beginning in zip(guesses, begun, strict=True):
+            written[i] = beginning
     unfinished = [i for i, begun in enumerate(written) if len(begun) < most[i] and not (begun and begun[-1] in stops)]
     for _ in range(len(rows) - len(unfinished)):
         finished()
-    rest = write_responses(
-        target.model,
-        [prompts[i] + written[i] for i in unfinished],
-        stops,
-        [most[i] - len(written[i]) for i in unfinished],
-        settings.batch_size,
-        make_sampler(settings.temp, settings.top_p, top_k=settings.top_k),
-        finished,
-    )
-    for i, more in zip(unfinished, rest, strict=True):
-        written[i] = written[i] + more
+    if unfinished:
+        rest = write_responses(
+            target.model,
+            [prompts[i] + written[i] for i in unfinished],
+            stops,
+            [most[i] - len(written[i]) for i in unfinished],
+            settings.batch_size,
+            make_sampler(settings.temp, settings.top_p, top_k=settings.top_k),
+            finished,
+        )
+        for i, more in zip(unfinished, rest, strict=True):
+            written[i] = written[i] + more
     return written
 
 
-def _until(stops: Collection[int], tokens: Sequence[int]) -> list[int]:
+def _until(stops: Collection[int], tokens: Ints) -> list[int]:
     """Tokens up to and with the first stop token."""
-    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-    return list(tokens[: end + 1])
+    ends = np.flatnonzero(np.isin(tokens, list(stops)))
+    return tokens[: ends[0] + 1 if len(ends) else None].tolist()
 
 
 def _longest(target: LoadedTargetModel, settings: PrepareSettings) -> int:

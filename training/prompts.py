@@ -9,17 +9,16 @@ With a template such as ``"Question: {question}"`` a line's own keys make the pr
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash.errors import DataError
+from dflash.files import is_hub_name
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FORMS = '{"prompt": "..."}, {"prompt": "...", "response": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def read_conversations(
     path = Path(source)
     if path.exists():
         rows: Iterator[tuple[str, Any]] = _jsonl_rows(path)
-    elif _HUB_NAME.fullmatch(source) and path.suffix not in (".json", ".jsonl"):
+    elif is_hub_name(source) and path.suffix not in (".json", ".jsonl"):
         rows = _hub_rows(source, split, subset)
     else:
         raise DataError(f"There is no file {source!r}; expected a JSONL file or a hub dataset such as 'org/name'.")

@@ -32,14 +32,27 @@ def load_settings(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     Raises :class:`SettingsError`, naming file and key.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise SettingsError(f"Cannot read the recipe {path}: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not valid YAML: {error}") from error
+        raise SettingsError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     for override in overrides:
         _override(values, override)
     return from_dict(cls, values, str(path))
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML's safe loader, which by itself takes the last of equal keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key, _ in reversed(node.value):
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
@@ -54,7 +67,7 @@ def from_dict(cls: type[T], values: Any, where: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
         if name not in fields:
-            raise SettingsError(f"{where}: unknown key {name!r}; {_hint(name, fields)}")
+            raise SettingsError(f"{where}: unknown key {name!r}; {hint(name, fields)}")
     missing = [
         name
         for name, f in fields.items()
@@ -86,7 +99,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return value
     if origin is typing.Literal:
         if value not in arguments:
-            raise SettingsError(f"{where} is {value!r}; {_hint(value, arguments)}")
+            raise SettingsError(f"{where} is {value!r}; {hint(value, arguments)}")
         return value
     if origin in (types.UnionType, typing.Union):
         return _convert_union(arguments, value, where)
@@ -116,7 +129,7 @@ def _convert_union(members: tuple[Any, ...], value: Any, where: str) -> Any:
     if kinds and isinstance(value, dict):
         kind = value.get("kind", next(iter(kinds)))
         if kind not in kinds:
-            raise SettingsError(f"{where}: kind is {kind!r}; {_hint(kind, kinds)}")
+            raise SettingsError(f"{where}: kind is {kind!r}; {hint(kind, kinds)}")
         return _convert(kinds[kind], value, where)
     for choice in choices[:-1]:
         try:
@@ -144,7 +157,8 @@ def _override(values: Any, override: str) -> None:
     values[name] = value
 
 
-def _hint(name: Any, known: Iterable[Any]) -> str:
+def hint(name: Any, known: Iterable[Any]) -> str:
+    """What may have been meant: the nearest of the known names, or all of them."""
     names = [str(k) for k in known]
     near = difflib.get_close_matches(str(name), names, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}."

@@ -8,6 +8,7 @@ Stopped at any moment, the same command does what is left.
 
 import argparse
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from tokenizers import Tokenizer
 
+from dflash.errors import DFlashError
+from dflash.files import only_writer
+
 from .answers import write_responses
+from .claims import claim
 from .cpu import keep_freed_memory
 from .data import Sequences
 from .fit import fit
-from .settings import load_settings
+from .settings import load_settings, to_dict
 from .target import (
     TargetSettings,
     answer_loss,
@@ -33,6 +38,8 @@ from .tokenizer import END, encode_answer, encode_prompt, save_tokenizer, token_
 from .world import check_answers, samples
 
 logger = logging.getLogger(__name__)
+
+RECIPE, MAY_CHANGE = "recipe.json", {"folder", "target.fit.log_every", "target.fit.checkpoint_every"}
 
 LONGEST = 4096
 """Tokens; what the tokenizer says of a target that does not say it itself."""
@@ -121,15 +128,29 @@ def target_stage(settings: SmallTargetSettings, tokenizer: Tokenizer) -> None:
     save_target(model, config, settings.folder / "tokenizer", folder)
 
 
-def main() -> None:
-    """Run both stages of a recipe."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("recipe", type=Path, help="a YAML file, such as configs/pair-target.yaml")
-    settings = load_settings(SmallTargetSettings, parser.parse_args().recipe)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+def small_target(settings: SmallTargetSettings) -> None:
+    """Run both stages of a recipe, or what is left of them.
+
+    Raises :class:`~dflash.errors.DFlashError` if the folder belongs to another recipe or process, or the loss blows
+    up, and ``OSError`` where the folder cannot be written to.
+    """
     keep_freed_memory()
     logger.info("Training on %s.", mx.default_device())
-    target_stage(settings, tokenizer_stage(settings))
+    with only_writer(settings.folder):
+        claim(settings.folder / RECIPE, to_dict(settings), MAY_CHANGE)
+        target_stage(settings, tokenizer_stage(settings))
+
+
+def main() -> None:
+    """Run the recipe that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("recipe", type=Path, help="a YAML file, such as configs/pair-target.yaml")
+    recipe = parser.parse_args().recipe
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        small_target(load_settings(SmallTargetSettings, recipe))
+    except (DFlashError, OSError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

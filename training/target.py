@@ -6,6 +6,7 @@ drafters, or the modules of any one family.
 Shapes: B batch, L length, E hidden size, T answer tokens.
 """
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ from .data import Ints, Sequences, padded, plan_batches
 from .fastmath import cross_entropy
 from .fit import FitSettings
 from .quick_forward import FAMILIES, hidden_states
-from .settings import require
+from .settings import SettingsError, hint, require
+
+_ADDED = ("vocab_size", "tie_word_embeddings", "eos_token_id")
+"""Keys of ``config.json`` that are not for the recipe to say."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class TargetSettings:
     """What the target is, what it learns from, and how.
 
     ``config`` is its ``config.json``, to which the tokenizer adds the vocabulary; its ``model_type`` is one of
-    :data:`~dflash.training.quick_forward.FAMILIES`.
+    :data:`~dflash.training.quick_forward.FAMILIES`, its other keys are those of mlx-lm's ``ModelArgs``.
     """
 
     config: dict[str, Any]
@@ -45,7 +49,15 @@ class TargetSettings:
 
     def __post_init__(self) -> None:
         kind = self.config.get("model_type")
-        require(kind in FAMILIES, f"config: model_type must be one of {', '.join(FAMILIES)}, got {kind!r}.")
+        family = FAMILIES.get(str(kind))
+        if family is None:
+            raise SettingsError(f"config: model_type must be one of {', '.join(FAMILIES)}, got {kind!r}.")
+        sizes = {f.name: f for f in dataclasses.fields(family.module.ModelArgs) if f.name not in _ADDED}
+        for name in self.config:
+            require(name in sizes or name == "architectures", f"config: unknown key {name!r}; {hint(name, sizes)}")
+        for name, field in sizes.items():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            require(name in self.config or not required, f"config: {name} missing.")
 
 
 def model_config(settings: TargetSettings, vocab_size: int, end: int) -> dict[str, Any]:

@@ -20,10 +20,11 @@ import mlx.core as mx
 from dflash import LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
 from dflash.errors import TrainingError
-from dflash.files import held, read_json, remove_unfinished, write_json
+from dflash.files import only_writer, remove_unfinished, write_json
 
 from .batches import Batches
 from .checkpoints import BEST, LOG, STATE
+from .claims import claim
 from .cpu import keep_freed_memory, set_blas_threads
 from .evaluate import heldout_prompts, measure
 from .export import EXPORTED, export
@@ -86,9 +87,11 @@ def train(recipe: Recipe) -> Path:
         return ranks.added(measure(target, drafter, ranks.share(prompts), recipe.run.evaluate_tokens)).results()
 
     finished = folder / FINISHED
-    with held(folder) if ranks.writes else nullcontext():
+    with only_writer(folder) if ranks.writes else nullcontext():
         if ranks.writes:
-            claim(folder, identity)
+            for name in (CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
+                remove_unfinished(folder / name)
+            claim(folder / RECIPE, identity, _MAY_CHANGE)
             write_json(folder / CONFIG, drafter.config.to_dict())
         fit(
             drafter,
@@ -111,7 +114,7 @@ def cache_features(recipe: Recipe) -> Path:
     """Compute the features that a recipe trains on, or what is left of them, into its ``data.cached_features``.
 
     Raises :class:`~dflash.errors.DFlashError` if the recipe names no folder, for bad data, for a folder of other
-    features and for a disk without room.
+    features or that another process is writing to, and for a disk without room; ``OSError`` if it takes nothing.
     """
     folder = recipe.data.cached_features
     if folder is None:
@@ -121,7 +124,7 @@ def cache_features(recipe: Recipe) -> Path:
     sequences = open_dataset(recipe.data.folder, "train", target)
     layer_ids = drafter_config(recipe.drafter, target).target_layer_ids
     wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.share_of_kl > 0)
-    with held(folder):
+    with only_writer(folder):
         write_features(folder, recipe.data, sequences, target, wanted)
     return folder
 
@@ -196,31 +199,3 @@ def _prompts(recipe: Recipe, target: LoadedTargetModel) -> list[list[int]]:
     longest = None if target.max_length is None else target.max_length - recipe.run.evaluate_tokens
     heldout = open_dataset(recipe.data.folder, "heldout", target)
     return heldout_prompts(heldout, recipe.run.evaluate_prompts, longest)
-
-
-def claim(folder: Path, identity: dict[str, Any]) -> None:
-    """Make ``folder`` this run's, or find that it is.
-
-    Raises :class:`~dflash.errors.TrainingError` if it belongs to a run of other settings or data, naming the
-    first that differs.
-    """
-    path = folder / RECIPE
-    if path.exists():
-        there = read_json(path)
-        for key, before, now in _differences(there, identity):
-            raise TrainingError(
-                f"{folder} belongs to a run with {key} {before!r}, this recipe has {now!r}. "
-                "Set another run.folder, or remove that one."
-            )
-    for name in (RECIPE, CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
-        remove_unfinished(folder / name)
-    write_json(path, identity)
-
-
-def _differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    """Settings that differ, as name, old and new value; those that do not change the result are passed over."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = [*now, *(k for k in before if k not in now)]
-        return [d for k in keys for d in _differences(before.get(k), now.get(k), f"{name}.{k}" if name else k)]
-    name = name.removeprefix("recipe.")
-    return [] if before == now or name in _MAY_CHANGE else [(name, before, now)]

@@ -18,15 +18,16 @@ from .data import Ints
 def draw_anchors(response_NS: Ints, count: int, rng: np.random.Generator) -> Ints:
     """Random anchors ``[N, count]``, sorted, among positions ``a`` of the response with ``a + 1`` in it too.
 
-    They differ from each other where the response is long enough for that. Raises ``ValueError`` for a
-    response of fewer than two tokens, which has nothing to predict.
+    A response that has fewer gets them all, and the last again and again to fill its row; :func:`block_targets`
+    counts each once. Raises ``ValueError`` for a response of fewer than two tokens, which has nothing to predict.
     """
     rows = []
     for response in response_NS:
         valid = np.flatnonzero(response[:-1] & response[1:])
         if not len(valid):
             raise ValueError(f"A response of {int(response.sum())} token(s) has no anchor; leave it out.")
-        rows.append(np.sort(rng.choice(valid, count, replace=len(valid) < count)))
+        drawn = np.sort(rng.choice(valid, min(count, len(valid)), replace=False))
+        rows.append(np.pad(drawn, (0, count - len(drawn)), mode="edge"))
     return np.stack(rows).astype(np.int32)
 
 
@@ -44,7 +45,7 @@ def block_targets(
 ) -> tuple[mx.array, mx.array]:
     """Tokens ``[N, A, B-1]`` that positions ``1 .. B-1`` predict, and which of them count.
 
-    A position counts up to the end of the response that its anchor is in.
+    A position counts up to the end of the response that its anchor is in, if the anchor is not the one before it.
     """
     places = anchors_NA[..., None] + mx.arange(1, size)
     within = places < tokens_NS.shape[1]
@@ -54,7 +55,8 @@ def block_targets(
         return mx.take_along_axis(values_NS, places.reshape(len(places), -1), axis=1).reshape(places.shape)
 
     counts = mx.cumprod((taken(response_NS) & within).astype(mx.int32), axis=-1) > 0
-    return taken(tokens_NS), counts
+    new = mx.concatenate([mx.ones_like(anchors_NA[:, :1]), anchors_NA[:, 1:] - anchors_NA[:, :-1]], axis=1) != 0
+    return taken(tokens_NS), counts & new[..., None]
 
 
 def position_weights(size: int, gamma: float) -> mx.array:

@@ -76,7 +76,7 @@ def document(seed: int, length: int, spans: Sequence[tuple[int, int]], anchors: 
 
 
 def pack_of_three(seed: int = 0) -> list[Document]:
-    """Different lengths; several turns; anchors at the first and the last place that has one, and anchors that fill a row."""
+    """Different lengths; several turns; anchors at the first and the last place that has one, some to fill a row."""
     return [
         document(seed, 41, [(6, 15), (22, 41)], [6, 9, 13, 22, 30, 38, 39]),
         document(seed + 1, 23, [(1, 23)], [1, 2, 8, 8, 14, 20, 21]),

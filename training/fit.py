@@ -23,7 +23,7 @@ from tqdm import tqdm
 from dflash.errors import TrainingError
 
 from .arrays import flat, nested
-from .checkpoints import STATE, Best, cut_log, load_checkpoint, save_checkpoint, write_log
+from .checkpoints import STATE, Best, cut_log, load_checkpoint, read_log, save_checkpoint, write_log
 from .gradients import Batch, Loss, MeanGradient
 from .interrupt import Interrupt
 from .optimizer import AdamWSettings, MuonSettings, Optimizer
@@ -74,28 +74,50 @@ def fit(
     ``evaluate``, the weights for which it was greatest are kept too. A run stopped at any moment continues
     from its last checkpoint to the same weights.
 
-    Ctrl-C finishes the step, saves and raises ``KeyboardInterrupt``. A loss or gradient that is not finite,
-    or a loss that explodes, raises :class:`~dflash.errors.TrainingError` with ``name_batch`` of the
+    Ctrl-C finishes the step or evaluation, saves and raises ``KeyboardInterrupt``. A loss or gradient that is not
+    finite, or a loss that explodes, raises :class:`~dflash.errors.TrainingError` with ``name_batch`` of the
     offending batch; the weights of that step are not saved.
     """
     ranks = ranks or Ranks()
     optimizer = Optimizer(model.trainable_parameters(), settings.optimizer)
-    done, losses = load_checkpoint(folder / STATE, model, optimizer) if ranks.writes else (0, [])
-    done, losses = _all_start_alike(ranks, model, optimizer, done, losses)
-    recent = deque(losses, maxlen=max(_RECENT, settings.log_every))
-    best = Best(folder, score) if score is not None and ranks.writes else None
-    if done:
-        logger.info("Continuing %s at step %d of %d.", folder, done, settings.steps)
+    begun, losses = load_checkpoint(folder / STATE, model, optimizer) if ranks.writes else (0, [])
     if ranks.writes:
         folder.mkdir(parents=True, exist_ok=True)
-        cut_log(folder, done)
+        cut_log(folder, begun)
+    checkpoint_bytes = 4 * sum(a.nbytes for a in flat(model.trainable_parameters()).values())  # two moments, the best
+    ranks.allow(checkpoint_bytes)
+    begun, losses = _all_start_alike(ranks, model, optimizer, begun, losses)
+    recent = deque(losses, maxlen=max(_RECENT, settings.log_every))
+    best = Best(folder, score) if score is not None and ranks.writes else None
+    if begun:
+        logger.info("Continuing %s at step %d of %d.", folder, begun, settings.steps)
+
+    def due(done: int, every: int) -> bool:
+        return done % every == 0 or done == settings.steps
+
+    def save(done: int) -> None:
+        if ranks.writes:
+            save_checkpoint(folder / STATE, done, model, optimizer, list(recent))
+        ranks.allow(checkpoint_bytes)
+
+    def evaluate_after(done: int) -> None:
+        if evaluate is None or not due(done, settings.evaluate_every):
+            return
+        results = evaluate()
+        if best is not None:
+            best.offer(done, model, results)
+        if ranks.writes:
+            write_log(folder, done, **results)
+        ranks.allow(checkpoint_bytes)
 
     size = settings.batches_per_step
     mean_gradient = MeanGradient(model, loss, min(settings.threads or size, size))
     clock = _Clock()
-    steps = range(done, settings.steps)
-    bar = tqdm(steps, initial=done, total=settings.steps, disable=None if ranks.writes else True, desc=folder.name)
+    steps = range(begun, settings.steps)
+    bar = tqdm(steps, initial=begun, total=settings.steps, disable=None if ranks.writes else True, desc=folder.name)
     with Interrupt() as interrupt:
+        if begun and not ranks.first_says(_is_evaluated(folder, begun)):
+            evaluate_after(begun)
         for step in bar:
             numbers = range(step * size, (step + 1) * size)
             parameters = model.trainable_parameters()
@@ -104,9 +126,8 @@ def fit(
                 told = ranks.joined([*own, float(interrupt.asked)])
                 gradients = ranks.average(gradients)
             except PeerLostError:
-                if ranks.writes:
-                    save_checkpoint(folder / STATE, step, model, optimizer, list(recent))
-                    logger.info("Saved the state after step %d of %d.", step, settings.steps)
+                save(step)
+                logger.info("Saved the state after step %d of %d.", step, settings.steps)
                 raise
             values, stop = told[:size], any(told[size:])
             _check_losses(values, recent, settings.explosion, [name_batch(n) for n in numbers], step)
@@ -120,25 +141,24 @@ def fit(
             recent.append(float(np.float32(sum(values) / size)))  # so that every rank has the same
             bar.set_postfix(loss=f"{recent[-1]:.3f}", refresh=False)
 
-            last = step + 1 == settings.steps
-            if ranks.writes and (last or (step + 1) % settings.log_every == 0):
+            done = step + 1
+            if ranks.writes and due(done, settings.log_every):
                 window = list(recent)[-((step % settings.log_every) + 1) :]
                 speed = clock.tokens_per_second() * ranks.size
                 mean = sum(window) / len(window)
-                write_log(folder, step + 1, loss=mean, norm=float(norm), rate=share, tokens_per_s=speed)
-            # Before the checkpoint: a run that continues from it will not evaluate this step again.
-            if evaluate is not None and (last or (step + 1) % settings.evaluate_every == 0):
-                with clock.paused():
-                    results = evaluate()
-                if ranks.writes:
-                    write_log(folder, step + 1, **results)
-                if best is not None:
-                    best.offer(step + 1, model, results)
-            if ranks.writes and (last or stop or (step + 1) % settings.checkpoint_every == 0):
-                save_checkpoint(folder / STATE, step + 1, model, optimizer, list(recent))
-            if stop and not last:
-                logger.info("Stopped at step %d of %d; the same command continues.", step + 1, settings.steps)
+                write_log(folder, done, loss=mean, norm=float(norm), rate=share, tokens_per_s=speed)
+            # Before the evaluation: whatever happens in that, it is all that is lost.
+            if stop or due(done, settings.checkpoint_every) or due(done, settings.evaluate_every):
+                save(done)
+            if stop and done < settings.steps:
+                logger.info("Stopped at step %d of %d; the same command continues.", done, settings.steps)
                 raise KeyboardInterrupt
+            with clock.paused():
+                evaluate_after(done)
+
+
+def _is_evaluated(folder: Path, step: int) -> bool:
+    return any(line["step"] == step and "loss" not in line for line in read_log(folder))
 
 
 def _all_start_alike(
@@ -153,7 +173,7 @@ def _all_start_alike(
     return done, ranks.joined(losses if ranks.rank == 0 else [0.0] * count)[:: ranks.size]
 
 
-_KEPT = " The last checkpoint is from before it. Begin again with a lower learning rate, or without the sequences"
+_KEPT = " The last checkpoint is from before it. Begin again with a lower learning rate, or without the data"
 
 
 def _check_losses(

@@ -4,9 +4,10 @@ Knows ``mx.distributed`` (started by ``mlx.launch``). Must not know models or lo
 group of one, and nothing is sent.
 
 A process that dies ends the others. The ring backend raises an error when a connection is closed; other
-backends, and the ring where a machine just falls silent, wait for ever. So every exchange has a time limit:
-the processes do equal work, so a peer may take ``timeout`` seconds more than twice this process's own time
-since the exchange before. Past that the process ends itself, for nothing can wake a thread that waits in MLX.
+backends, and the ring where a machine just falls silent, wait for ever. So every exchange has a time limit: the
+processes do equal work, so a peer may take ``timeout`` seconds more than twice this process's own time since the
+exchange before, and what a slow disk or link needs for rank 0's files and what is sent. Past that the process ends
+itself, for nothing can wake a thread that waits in MLX: such a run goes on from its last regular checkpoint.
 """
 
 import os
@@ -23,9 +24,13 @@ import numpy as np
 
 from dflash.errors import TrainingError
 
+from .arrays import flat
 from .evaluate import Acceptance
 
 T = TypeVar("T")
+
+_SLOW = 50e6
+"""Bytes a second that a disk, or a link between machines, is expected to move at least."""
 
 _LOST = "Another process of this run has died or cannot be reached. Give the same command to go on from the checkpoint."
 
@@ -41,7 +46,7 @@ class Ranks:
         self.group = group
         self.rank, self.size = (group.rank(), group.size()) if group is not None else (0, 1)
         self.timeout = timeout
-        self._last = time.monotonic()
+        self._last, self._allowed = time.monotonic(), 0.0
 
     @classmethod
     def of_this_run(cls, timeout: float) -> "Ranks":
@@ -58,10 +63,15 @@ class Ranks:
         """This rank's part of the batches of a step, or of the prompts of an evaluation."""
         return items[self.rank :: self.size]
 
+    def allow(self, nbytes: int) -> None:
+        """Wait longer in the next exchange: for ``nbytes`` that rank 0 reads or writes, or that are sent."""
+        self._allowed += nbytes / _SLOW
+
     def average(self, gradients: Any) -> Any:
         """The mean of all ranks' gradients. Raises :class:`PeerLostError`, as all exchanges do."""
         if self.group is None:
             return gradients
+        self.allow(sum(a.nbytes for a in flat(gradients).values()))
         with self._exchange():
             averaged = nn.average_gradients(gradients, self.group)
             mx.eval(averaged)
@@ -81,10 +91,15 @@ class Ranks:
         if (halves != halves[:, :1]).any():
             raise TrainingError(message)
 
+    def first_says(self, claim: bool) -> bool:
+        """What rank 0 claims, on every rank."""
+        return bool(self.joined([float(claim)])[0])
+
     def from_first(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
         """Rank 0's arrays, on every rank; all must have the same names, shapes and types."""
         if self.group is None:
             return arrays
+        self.allow(sum(a.nbytes for a in arrays.values()))
         with self._exchange():
             sent = {}
             for name in sorted(arrays):  # in the same order everywhere; a file's is not a new optimiser's
@@ -108,14 +123,14 @@ class Ranks:
     @contextmanager
     def _exchange(self) -> Iterator[None]:
         """Bound the time of what happens inside, and turn the backend's error into a :class:`PeerLostError`."""
-        limit = self.timeout + 2 * (time.monotonic() - self._last)
+        limit = self.timeout + 2 * (time.monotonic() - self._last) + self._allowed
         try:
             with time_limit(limit, lambda: _leave(limit)):
                 yield
         except RuntimeError as error:
             raise PeerLostError(f"{_LOST} ({str(error).splitlines()[0]})") from error
         finally:
-            self._last = time.monotonic()
+            self._last, self._allowed = time.monotonic(), 0.0
 
 
 @contextmanager
@@ -131,5 +146,6 @@ def time_limit(seconds: float, late: Callable[[], object]) -> Iterator[None]:
 
 
 def _leave(waited: float) -> None:
-    print(f"error: {_LOST} (no answer for {waited:.0f} seconds)", file=sys.stderr, flush=True)
+    hint = "run.peer_timeout allows more"
+    print(f"error: {_LOST} (no answer for {waited:.0f} seconds; {hint})", file=sys.stderr, flush=True)
     os._exit(1)

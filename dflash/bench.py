@@ -99,7 +99,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     Raises :class:`~dflash.errors.DFlashError`, naming the line, if the file is missing, broken or empty.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines would part JSON text at U+2028 too
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise DFlashError(f"Cannot read the prompts in {path}: {reason}.") from error

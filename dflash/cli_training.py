@@ -14,6 +14,8 @@ from .errors import DataError, DFlashError
 
 app = typer.Typer()
 
+TEMPLATE_CONFIG = typer.Option(metavar="JSON", help="Switches of the chat template: '{\"enable_thinking\": false}'.")
+
 
 @app.command()
 def prepare(
@@ -41,9 +43,7 @@ def prepare(
     shard_size: Annotated[int, typer.Option(help="Sequences of a file; a kill loses the file in work.")] = 512,
     heldout_percent: Annotated[float, typer.Option(help="Held out for evaluation, by a hash of the prompt.")] = 1.0,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or prompts as they are.")] = True,
-    chat_template_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Switches of the chat template: '{\"enable_thinking\": false}'.")
-    ] = None,
+    chat_template_config: Annotated[str | None, TEMPLATE_CONFIG] = None,
 ) -> None:
     """Make a training dataset: prompts, answered by the target.
 
@@ -82,7 +82,9 @@ def prepare(
     conversations = read_conversations(data, split=split, subset=subset, template=template)
     keep_freed_memory()
     loaded = load_target(target or PAIR / "target")
-    _print_manifest(output, make(conversations, loaded, settings, output, Path(data).name))
+    hub = {"split": split, "subset": subset, "template": template}
+    source = Path(data).name if Path(data).exists() else f"{data} {json.dumps(hub)}"
+    _print_manifest(output, make(conversations, loaded, settings, output, source))
 
 
 @app.command("cache-features")
@@ -152,12 +154,13 @@ def evaluate(
     target: Annotated[str | None, typer.Option(metavar="PATH|HUB", help="The drafter's target.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.jsonl", help='Lines such as {"prompt": "..."}. Default: held-out requests.'),
+        typer.Option(metavar="FILE.jsonl", help="Lines as for prepare. Default: the pair's held-out requests."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 256,
     temp: Annotated[float, typer.Option(help="Temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or the prompt as it is.")] = True,
+    chat_template_config: Annotated[str | None, TEMPLATE_CONFIG] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Score a drafter on a file of prompts by decoding: acceptance length, and acceptance by position.
@@ -170,15 +173,20 @@ def evaluate(
     import mlx.core as mx
     from tqdm import tqdm
 
-    from .bench import HELD_OUT, read_prompts
+    from .bench import HELD_OUT
     from .decoder import DFlashSpeculativeDecoder
+    from .training.chat import request_tokens
     from .training.evaluate import measure
+    from .training.prompts import read_conversations
 
-    requests = read_prompts(prompts or HELD_OUT)
+    switches = _json_object(chat_template_config, "--chat-template-config")
+    if prompts is not None and not prompts.is_file():
+        raise DataError(f"There is no file {str(prompts)!r}; expected a JSONL file.")
+    requests = read_conversations(str(prompts or HELD_OUT))
     decoder = DFlashSpeculativeDecoder.from_pretrained(target, drafter)
     loaded = decoder.loaded_target
     mx.random.seed(seed)
-    tokens = [loaded.build_prompt(request.text, chat) for request in requests]
+    tokens = request_tokens(requests, loaded, chat, switches, max_tokens)
     bar = tqdm(tokens, unit="prompt", disable=None)
     results = {"prompts": len(tokens)} | measure(loaded, decoder.draft_model, bar, max_tokens, temp).results()
     if not results["blocks"]:

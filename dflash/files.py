@@ -6,6 +6,7 @@ Knows paths, the hub and the safetensors format. Must not know what the tensors 
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a temporary file beside ``path``, then rename: the file is whole or not there.
 
     The temporary name keeps the suffix of ``path`` (MLX picks a format by it). Raises ``OSError`` if the
-    folder cannot be written to.
+    folder cannot be written to or the disk is full, and says how much is free.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
@@ -117,7 +118,12 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(Path(name))
         os.chmod(name, 0o644)
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())  # or a power cut could leave the new name with old or no bytes
         os.replace(name, path)
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(f"{path} was not taken by the disk, with {free / 1e6:.0f} MB free ({error})") from error
     finally:
         Path(name).unlink(missing_ok=True)
 

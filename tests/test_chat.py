@@ -9,7 +9,7 @@ from models import STOP, byte_tokenizer, qwen3_model
 
 from dflash import LoadedTargetModel
 from dflash.errors import DataError
-from dflash.training.chat import encode, response_spans
+from dflash.training.chat import encode, request_tokens, response_spans
 from dflash.training.prompts import Conversation
 
 
@@ -132,3 +132,18 @@ def test_spans_are_found_whatever_stands_around_them():
 
     talk = turns("b", "ab", "ab", "b|").messages
     assert response_spans(render, talk, "b|ab|ab|b|") == [(2, 4), (8, 10)]
+
+
+def test_requests_are_the_tokens_that_decoding_begins_from(target):
+    talks = [turns("one"), turns("one", "two"), turns("one", "two", "three")]
+    rows = request_tokens(talks, target, True, {}, 5)
+    assert rows[0] == rows[1] == target.build_prompt("one")
+    assert rows[2] == target.adapter.chat_tokens(target.tokenizer, list(talks[2].messages))
+    assert request_tokens(talks[:1], target, False, {}, 5) == [target.build_prompt("one", chat=False)]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_tokenizer_of_another_model_is_refused(chat):
+    small = LoadedTargetModel(qwen3_model(1, 200, **TINY), byte_tokenizer())
+    with pytest.raises(DataError, match=r"knows tokens 0 to 199, .* the tokenizer of another model"):
+        encode(turns("caf\u00e9 \U0001f642", "b"), small, chat, {})

@@ -105,6 +105,17 @@ def test_two_ranks_reach_the_weights_of_one_with_the_same_global_batch(folder):
         assert a.get("blocks") == b.get("blocks")
 
 
+def test_mlx_launch_starts_the_ranks(folder):
+    """As the README says; its ring takes the ports from the starting one on."""
+    scripts, port = Path(sys.executable).parent, free_port()
+    command = [scripts / "mlx.launch", "-n", "2", "--backend", "ring", "--starting-port", str(port)]
+    training = [scripts / "dflash", "train", folder / "recipe.yaml", "--set", f"run.folder={folder / 'launched'}"]
+    done = subprocess.run([*command, *training], capture_output=True, text=True, timeout=2 * LIMIT, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es)" in done.stdout + done.stderr
+    assert read_log(folder / "launched")[-1]["step"] == 8
+
+
 @pytest.mark.parametrize(
     ("lost", "how"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["rank 1", "rank 0", "silent"]
 )

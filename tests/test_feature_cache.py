@@ -1,7 +1,10 @@
 """Features cached on disk are those of the target: a run ends with the same weights, and bad caches are one line."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,6 +194,37 @@ def test_the_size_is_stated_before_it_starts_and_a_disk_without_room_is_refused(
     assert not files(it.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=stated))
     it.write()
+
+
+FULL = """
+import resource, sys, dflash, mlx.core as mx
+from dflash.cli import main
+mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))  # MKL makes its own small files
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))  # bytes of one file: the manifest fits, features do not
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits for the size of a file")
+def test_a_disk_that_fills_up_is_one_line_and_the_same_command_continues(tmp_path):
+    write_dataset(tmp_path / "data", write_target(tmp_path / "target"))
+    command = ["cache-features", write_recipe(tmp_path), "--set", f"data.cached_features={tmp_path / 'features'}"]
+    full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True)
+    assert full.returncode == 1
+    wrong = rf"error: {tmp_path}/features/000000.safetensors was not taken by the disk, with \d+ MB free .*"
+    assert re.fullmatch(wrong, full.stderr.splitlines()[-1]), full.stderr
+    assert set(files(tmp_path / "features")) == {"manifest.json", ".lock"}
+    assert invoke(*command).exit_code == 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path):
+    write_dataset(tmp_path / "data", write_target(tmp_path / "target"))
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/features"):
+        answer = invoke("cache-features", write_recipe(tmp_path), "--set", f"data.cached_features={folder}")
+        assert answer.exit_code == 1
+        assert answer.stderr.splitlines()[-1].startswith("error: "), answer.stderr
+        assert str(folder) in answer.stderr.splitlines()[-1]
 
 
 # --- what does not fit ----------------------------------------------------------------------------------

@@ -571,24 +571,57 @@ def test_eval_scores_a_drafter_on_a_prompt_file(undisturbed, folder, tmp_path):
     assert "acceptance length" in invoke(*common).stdout
 
 
+def test_eval_reads_conversations_and_names_a_line_that_is_too_long(undisturbed, folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    common = ["eval", undisturbed / "drafter", "--target", folder / "target", "--max-tokens", "9", "--json"]
+    scores = []
+    for row in ({"prompt": "Hi"}, {"messages": talk}):
+        prompts.write_text(json.dumps(row) + "\n")
+        scores.append(json.loads(invoke(*common, "--prompts", prompts).stdout))
+    assert scores[0] == scores[1]
+    longest = dflash.load_target(folder / "target").max_length
+    prompts.write_text('{"prompt": "Hi"}\n' + json.dumps({"prompt": "a" * longest}) + "\n")
+    answer = invoke(*common, "--prompts", prompts)
+    assert answer.exit_code == 1
+    assert re.search(rf"prompts.jsonl, line 2: \d+ tokens and 9 new .* the target's {longest};", answer.stderr)
+    answer = invoke(*common, "--prompts", tmp_path / "nope")
+    assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
+
+
 def test_export_writes_best_or_last_and_refuses_what_is_no_run(undisturbed, tmp_path):
     assert invoke("export", undisturbed, tmp_path / "best").exit_code == 0
     assert (tmp_path / "best" / "model.safetensors").read_bytes() == result(undisturbed)[0]
     assert invoke("export", undisturbed, tmp_path / "last", "--last").exit_code == 0
     assert "not evaluated" in (tmp_path / "last" / "README.md").read_text()
     (tmp_path / "last" / "recipe.json").write_text("{}")
-    for wrong in (tmp_path, tmp_path / "best", tmp_path / "last"):
-        answer = invoke("export", wrong, tmp_path / "x")
+    (tmp_path / "file").write_text("")
+    for wrong, out in [*((tmp_path / name, "x") for name in (".", "best", "last")), (undisturbed, "file")]:
+        answer = invoke("export", wrong, tmp_path / out)
         assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
 
 
+def test_export_overwrites_a_drafter_and_nothing_else(undisturbed, tmp_path):
+    for _ in range(2):
+        assert invoke("export", undisturbed, tmp_path).exit_code == 0
+    (tmp_path / "mine.txt").write_text("")
+    answer = invoke("export", undisturbed, tmp_path)
+    assert answer.exit_code == 1
+    assert "holds other files, such as 'mine.txt'; choose a new folder." in answer.stderr
+
+
 def test_nothing_is_pushed_without_being_asked_and_a_refusal_is_one_line(undisturbed, tmp_path, monkeypatch):
-    calls = []
+    calls, refused = [], RuntimeError("401 Unauthorized\nlong text")
 
     class Hub:
         def create_repo(self, name, exist_ok):
             calls.append(name)
-            raise RuntimeError("401 Unauthorized\nlong text")
+            if refused:
+                raise refused
+            return f"https://hub/{name}"
+
+        def upload_folder(self, repo_id, folder_path, allow_patterns):
+            calls.append((repo_id, folder_path, sorted(allow_patterns)))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     assert invoke("export", undisturbed, tmp_path / "a").exit_code == 0
@@ -596,5 +629,8 @@ def test_nothing_is_pushed_without_being_asked_and_a_refusal_is_one_line(undistu
     answer = invoke("export", undisturbed, tmp_path / "a", "--push", "me/it")
     assert calls == ["me/it"]
     assert answer.stderr == "error: The hub did not take 'me/it': 401 Unauthorized\n"
+    refused = None
+    assert invoke("export", undisturbed, tmp_path / "a", "--push", "me/it").stdout.strip() == "https://hub/me/it"
+    assert calls[-1] == ("me/it", str(tmp_path / "a"), sorted(export.EXPORTED))
     with pytest.raises(DFlashError, match="holds no drafter"):
         export.push(tmp_path / "nothing", "me/it")

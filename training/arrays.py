@@ -3,7 +3,6 @@
 Knows names and files. Must not know what the arrays mean.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,8 +30,7 @@ def write_arrays(path: Path, arrays: dict[str, mx.array], metadata: dict[str, st
         try:
             mx.save_safetensors(str(file), arrays, metadata=metadata or {})
         except RuntimeError as error:  # how MLX reports that nothing more can be written
-            free = shutil.disk_usage(file.parent).free
-            raise OSError(f"{path} was not taken by the disk, with {free / 1e6:.0f} MB free ({error})") from error
+            raise OSError(str(error)) from error
 
     write_whole(path, write)
 

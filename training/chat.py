@@ -90,6 +90,24 @@ def encode_unanswered(
     return Row(row.tokens, None, guess if len(guess) else None)
 
 
+def request_tokens(
+    conversations: Sequence[Conversation], target: LoadedTargetModel, chat: bool, switches: dict[str, Any], room: int
+) -> list[list[int]]:
+    """Token ids of each conversation without its last response, to be followed by up to ``room`` tokens.
+
+    Raises :class:`~dflash.errors.DataError`, naming the line, for one that is too long for the target, and as
+    :func:`encode` does.
+    """
+    rows = [encode(conversation.unanswered(), target, chat, switches).tokens.tolist() for conversation in conversations]
+    for row, conversation in zip(rows, conversations, strict=True):
+        if target.max_length is not None and len(row) + room > target.max_length:
+            raise DataError(
+                f"{conversation.where}: {len(row)} tokens and {room} new ones are more than the target's "
+                f"{target.max_length}; leave it out, or ask for fewer."
+            )
+    return rows
+
+
 def _templated(conversation: Conversation, target: LoadedTargetModel, switches: dict[str, Any]) -> Row:
     tokenizer, messages = target.tokenizer, conversation.messages
     if not conversation.answered:

@@ -58,9 +58,12 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
     """Write the drafter of the run folder ``run`` to ``folder``: weights in bfloat16, config, model card.
 
     The best checkpoint by held-out acceptance, or the last. Raises
-    :class:`~dflash.errors.CheckpointError` if ``run`` is no run folder or has no such checkpoint, and
-    ``OSError`` if the disk does not take it.
+    :class:`~dflash.errors.CheckpointError` if ``run`` is no run folder or has no such checkpoint, or ``folder``
+    holds something else than a drafter, and ``OSError`` if the disk does not take it.
     """
+    others = [p.name for p in folder.glob("[!.]*") if p.name not in EXPORTED]
+    if others:
+        raise CheckpointError(f"{folder} holds other files, such as {others[0]!r}; choose a new folder.")
     config = DFlashConfig.from_dict(read_json(run / "config.json"))
     recipe = read_json(run / "recipe.json").get("recipe")
     if not isinstance(recipe, dict):
@@ -126,7 +129,7 @@ def push(folder: Path, repository: str) -> str:
     try:
         api = HfApi()
         address = api.create_repo(repository, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=str(folder))
+        api.upload_folder(repo_id=repository, folder_path=str(folder), allow_patterns=list(EXPORTED))
     except Exception as error:  # the hub client raises many unrelated kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DFlashError(f"The hub did not take {repository!r}: {reason}") from error

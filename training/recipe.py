@@ -72,6 +72,15 @@ class DrafterShape:
         _positive(self, "head_dim", "rope_theta")
         _seed(self)
         require(self.head_dim is None or self.head_dim % 2 == 0, f"head_dim must be even, got {self.head_dim}.")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        require(
+            heads is None or kv_heads is None or heads % kv_heads == 0,
+            f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}.",
+        )
+        require(
+            not isinstance(self.mask_token, int) or self.mask_token >= 0,
+            f"mask_token must be a token's text or an id from 0 on, got {self.mask_token}.",
+        )
         require(self.block_size > 1, f"block_size counts the anchor and must be at least 2, got {self.block_size}.")
         require(
             all(i >= 0 for i in self.target_layer_ids)
@@ -88,7 +97,8 @@ class RunSettings:
     all machines together. On a CPU, ``threads`` of them go side by side. With ``grad_checkpoint`` the backward
     pass computes each drafter layer again instead of keeping it: less memory, more time. ``evaluate_prompts`` held-out
     prompts are decoded for up to ``evaluate_tokens`` tokens each. A loss above ``explosion`` times the recent
-    median stops the run; ``null`` never does. ``peer_timeout`` is how many seconds a machine may be silent.
+    median stops the run; ``null`` never does. ``peer_timeout`` is how many seconds a machine may take longer than
+    the others, beside what they send each other.
     """
 
     folder: Path

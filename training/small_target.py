@@ -151,6 +151,8 @@ def main() -> None:
         small_target(load_settings(SmallTargetSettings, recipe))
     except (DFlashError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from dflash import LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
@@ -36,14 +37,14 @@ from .objective import batch_loss
 from .ranks import Ranks
 from .recipe import Recipe
 from .settings import to_dict
-from .shards import dataset_fingerprint, open_dataset
+from .shards import dataset_fingerprint, open_dataset, read_manifest
 
 logger = logging.getLogger(__name__)
 
 RECIPE, CONFIG, FINISHED = "recipe.json", "config.json", "drafter"
 
 _MAY_CHANGE = {
-    *("run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout"),
+    *("target", "run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout"),
     *("run.explosion", "run.grad_checkpoint", "data.folder", "data.cached_features"),
 }
 
@@ -59,6 +60,12 @@ def train(recipe: Recipe) -> Path:
     ranks = Ranks.of_this_run(recipe.run.peer_timeout)
     if ranks.size > 1 and on_cpu():
         set_blas_threads(1)  # processes that share a machine would fight for its cores
+    read_manifest(recipe.data.folder)  # before a target loads, which may take minutes
+    with only_writer(recipe.run.folder) if ranks.writes else nullcontext():
+        return _train(recipe, ranks)
+
+
+def _train(recipe: Recipe, ranks: Ranks) -> Path:
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
     batches = Batches(sequences, recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe))
@@ -84,29 +91,29 @@ def train(recipe: Recipe) -> Path:
     )
 
     def evaluate() -> dict[str, Any]:
-        return ranks.added(measure(target, drafter, ranks.share(prompts), recipe.run.evaluate_tokens)).results()
+        bar = tqdm(ranks.share(prompts), "evaluate", leave=False, disable=None if ranks.writes else True)
+        return ranks.added(measure(target, drafter, bar, recipe.run.evaluate_tokens)).results()
 
     finished = folder / FINISHED
-    with only_writer(folder) if ranks.writes else nullcontext():
-        if ranks.writes:
-            for name in (CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
-                remove_unfinished(folder / name)
-            claim(folder / RECIPE, identity, _MAY_CHANGE)
-            write_json(folder / CONFIG, drafter.config.to_dict())
-        fit(
-            drafter,
-            with_features,
-            batch_loss(recipe.objective, target.head, drafter_dtype(target), recipe.run.grad_checkpoint),
-            settings,
-            folder,
-            evaluate,
-            score="acceptance_length",
-            name_batch=batches.name,
-            ranks=ranks,
-        )
-        if ranks.writes:
-            export(folder, finished, best=(folder / BEST).exists())
-            logger.info("The drafter is in %s.", finished)
+    if ranks.writes:
+        for name in (CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
+            remove_unfinished(folder / name)
+        claim(folder / RECIPE, identity, _MAY_CHANGE)
+        write_json(folder / CONFIG, drafter.config.to_dict())
+    fit(
+        drafter,
+        with_features,
+        batch_loss(recipe.objective, target.head, drafter_dtype(target), recipe.run.grad_checkpoint),
+        settings,
+        folder,
+        evaluate,
+        score="acceptance_length",
+        name_batch=batches.name,
+        ranks=ranks,
+    )
+    if ranks.writes:
+        export(folder, finished, best=(folder / BEST).exists())
+        logger.info("The drafter is in %s.", finished)
     return finished
 
 

@@ -143,7 +143,7 @@ def test_only_greedy_responses_are_guessed(target, tmp_path, monkeypatch, temp):
     monkeypatch.setattr(
         preparing,
         "agreed_beginnings",
-        lambda target, prompts, guesses: checked.extend(guesses) or [[] for _ in guesses],
+        lambda target, prompts, guesses: checked.extend(guesses) or [],
     )
     options = PrepareSettings(max_tokens=5, heldout_percent=0, regenerate=True, temp=temp)
     prepare([turns("q", "a"), turns("r", "b")], target, options, tmp_path / "given")

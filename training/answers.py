@@ -6,7 +6,7 @@ Whoever can guess a response saves its decoding: one pass over a guess shows how
 target's own greedy choice, and only what follows the first other choice is decoded.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -59,13 +59,15 @@ def agreed_beginnings(
     prompts: Sequence[list[int]],
     guesses: Sequence[list[int]],
     batch_tokens: int = 2048,
-) -> list[list[int]]:
-    """The beginning of each guess that is the target's own greedy response to its prompt; no guess may be empty.
+) -> Iterator[tuple[int, list[int]]]:
+    """Number and beginning of each guess, as far as it is the target's own greedy response; no guess may be empty.
 
     Computed in passes of another shape than decoding's, so that a near tie may fall the other way.
     """
+    if not guesses:
+        return
     together = Sequences.from_lists(list(prompts), list(guesses))
-    starts, kept = together.starts, [0] * len(guesses)
+    starts = together.starts
     for rows in plan_batches(together.lengths, batch_tokens, seed=0):
         tokens, _ = padded(together, rows, starts)
         hidden_NSE, _ = target.forward_hidden(mx.array(tokens), None, ())
@@ -73,5 +75,4 @@ def agreed_beginnings(
             guess, begin = guesses[row], len(prompts[row]) - 1
             pieces = mx.split(hidden_SE[None, begin : begin + len(guess)], range(_PIECE, len(guess), _PIECE), axis=1)
             chosen = np.concatenate([np.array(mx.argmax(target.head(piece), axis=-1)) for piece in pieces], axis=1)
-            kept[row] = int(np.cumprod(chosen[0] == guess).sum())
-    return [guess[:count] for guess, count in zip(guesses, kept, strict=True)]
+            yield int(row), guess[: int(np.cumprod(chosen[0] == guess).sum())]

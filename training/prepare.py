@@ -326,13 +326,13 @@ def _responses(
     most = [min(settings.max_tokens, longest - len(prompt)) for prompt in prompts]
     written: list[list[int]] = [[] for _ in rows]
     guesses = {i: _until(stops, row.guess[: most[i]]) for i, row in enumerate(rows) if row.guess is not None}
-    if guesses:
-        begun = agreed_beginnings(target, [prompts[i] for i in guesses], list(guesses.values()))
-        for i, beginning in zip(guesses, begun, strict=True):
-            written[i] = beginning
-    unfinished = [i for i, begun in enumerate(written) if len(begun) < most[i] and not (begun and begun[-1] in stops)]
-    for _ in range(len(rows) - len(unfinished)):
-        finished()
+    unfinished, guessed = list(range(len(rows))), list(guesses)
+    for number, begun in agreed_beginnings(target, [prompts[i] for i in guessed], list(guesses.values())):
+        i = guessed[number]
+        written[i] = begun
+        if len(begun) == most[i] or (begun and begun[-1] in stops):
+            unfinished.remove(i)
+            finished()
     if unfinished:
         rest = write_responses(
             target.model,

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -80,6 +81,16 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def free_ports(count: int) -> int:
+    """The first of ``count`` free ports in a row."""
+    while True:
+        first = free_port()
+        with ExitStack() as listeners, suppress(OSError, OverflowError):
+            for port in range(first, first + count):
+                listeners.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
 def weights(run: Path) -> dict[str, np.ndarray]:
     arrays = mx.load(str(run / "state.safetensors"))
     return {name: np.array(w) for name, w in arrays.items() if name.startswith("model.")}
@@ -107,12 +118,19 @@ def test_two_ranks_reach_the_weights_of_one_with_the_same_global_batch(folder):
 
 def test_mlx_launch_starts_the_ranks(folder):
     """As the README says; its ring takes the ports from the starting one on."""
-    scripts, port = Path(sys.executable).parent, free_port()
+    scripts, port = Path(sys.executable).parent, free_ports(2)
     command = [scripts / "mlx.launch", "-n", "2", "--backend", "ring", "--starting-port", str(port)]
     training = [scripts / "dflash", "train", folder / "recipe.yaml", "--set", f"run.folder={folder / 'launched'}"]
-    done = subprocess.run([*command, *training], capture_output=True, text=True, timeout=2 * LIMIT, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "2 process(es)" in done.stdout + done.stderr
+    launch = subprocess.Popen(
+        [*command, *training], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = launch.communicate(timeout=2 * LIMIT)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(launch.pid, signal.SIGKILL)  # the ranks, should the launcher have left them behind
+    assert launch.returncode == 0, output
+    assert "2 process(es)" in output
     assert read_log(folder / "launched")[-1]["step"] == 8
 
 
@@ -144,6 +162,19 @@ def test_a_rank_that_is_killed_does_not_change_where_the_run_ends(folder):
         outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
         assert [p.returncode for p in pair.processes] == [0, 0], outputs
     assert_same_weights(folder / "one", folder / "resumed")
+
+
+def test_ranks_make_up_for_an_evaluation_that_was_cut_short(folder):
+    """As if killed in the last one: rank 0 alone knows that it is missing from the log."""
+    for lines in (slice(None), slice(-1)):
+        if (log := folder / "owing" / "log.jsonl").exists():
+            whole = log.read_text()
+            log.write_text("".join(whole.splitlines(keepends=True)[lines]))
+        with Pair(folder, "owing") as pair:
+            outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
+            assert [p.returncode for p in pair.processes] == [0, 0], outputs
+    assert log.read_text() == whole
+    assert "blocks" in read_log(pair.run)[-1]
 
 
 def test_ctrl_c_saves_and_ends_every_rank_with_130(folder):

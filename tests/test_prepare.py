@@ -33,7 +33,7 @@ from dflash import LoadedTargetModel, cli
 from dflash.errors import DataError
 from dflash.training import prepare as preparing
 from dflash.training.answers import write_responses
-from dflash.training.chat import Row, encode, encode_unanswered
+from dflash.training.chat import Row, encode, encode_guess
 from dflash.training.prepare import PrepareSettings, is_held_out, prepare
 from dflash.training.shards import open_dataset
 
@@ -128,13 +128,13 @@ def test_a_guess_ends_with_the_targets_stop_token(target):
 
 
 def test_the_given_response_is_the_guess_where_it_can_be_told(target):
-    row = encode_unanswered(turns("q", "ab"), target, True, {}, True)
-    assert row.response is None
-    assert byte_tokenizer().decode(row.guess) == "ab" + STOP
-    assert encode_unanswered(turns("q", "ab"), target, True, {}, False).guess is None
-    assert encode_unanswered(turns("q"), target, True, {}, True).guess is None
+    def guess(talk, by):
+        return encode_guess(talk, by, True, {}, encode(talk.unanswered(), by, True, {}).tokens)
+
+    assert byte_tokenizer().decode(guess(turns("q", "ab"), target)) == "ab" + STOP
+    assert guess(turns("q"), target) is None
     shouting = with_template("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
-    assert encode_unanswered(turns("q", "ab"), shouting, True, {}, True).guess is None
+    assert guess(turns("q", "ab"), shouting) is None
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])

@@ -467,7 +467,7 @@ def test_a_recipe_survives_plain_data(folder):
 
 
 def test_a_run_folder_of_another_recipe_or_other_data_is_refused(undisturbed, folder, tmp_path):
-    with pytest.raises(TrainingError, match=r"run with optimizer.learning_rate 0.0006, this recipe has 0.001"):
+    with pytest.raises(TrainingError, match=r"run with recipe.optimizer.learning_rate 0.0006, this one has 0.001"):
         train(recipe(folder, "undisturbed", "optimizer.learning_rate=1e-3"))
     write_dataset(tmp_path / "data", folder / "target", seed=1)
     with pytest.raises(TrainingError, match=r"run with dataset\."):
@@ -607,7 +607,7 @@ def test_export_overwrites_a_drafter_and_nothing_else(undisturbed, tmp_path):
     (tmp_path / "mine.txt").write_text("")
     answer = invoke("export", undisturbed, tmp_path)
     assert answer.exit_code == 1
-    assert "holds other files, such as 'mine.txt'; choose a new folder." in answer.stderr
+    assert "holds other files, such as 'mine.txt'; choose a new folder, or remove them." in answer.stderr
 
 
 def test_nothing_is_pushed_without_being_asked_and_a_refusal_is_one_line(undisturbed, tmp_path, monkeypatch):

@@ -341,6 +341,6 @@ def test_a_small_target_of_another_recipe_is_not_mixed_in(tmp_path):
     assert small_target(small_recipe(tmp_path)).returncode == 0
     other = small_target(small_recipe(tmp_path, steps=5))
     assert other.returncode == 1
-    assert "belongs to a run with target.fit.steps 4, this recipe has 5" in other.stderr.splitlines()[-1]
+    assert "belongs to a run with target.fit.steps 4, this one has 5" in other.stderr.splitlines()[-1]
     missing = small_target(tmp_path / "nope.yaml")
     assert (missing.returncode, missing.stderr.count("\n")) == (1, 1)

@@ -72,22 +72,22 @@ def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, sw
         raise DataError(f"{conversation.where}: the target's chat template refuses these messages: {reason}") from error
 
 
-def encode_unanswered(
-    conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any], guessing: bool
-) -> Row:
-    """As :func:`encode`, without the last response; ``guessing`` makes that the guess, where its tokens can be told."""
-    row = encode(conversation.unanswered(), target, chat, switches)
-    if not (guessing and conversation.answered):
-        return row
+def encode_guess(
+    conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any], prompt: Ints
+) -> Ints | None:
+    """The last response's tokens, behind the ``prompt`` that :func:`encode` makes without it.
+
+    ``None`` where they cannot be told apart from the template's.
+    """
     try:
         given = encode(conversation, target, chat, switches)
     except DataError:
-        return row
-    length = len(row.tokens)
-    if given.response is None or not np.array_equal(given.tokens[:length], row.tokens):
-        return row
+        return None
+    length = len(prompt)
+    if given.response is None or not np.array_equal(given.tokens[:length], prompt):
+        return None
     guess = given.tokens[length:][given.response[length:]]
-    return Row(row.tokens, None, guess if len(guess) else None)
+    return guess if len(guess) else None
 
 
 def request_tokens(

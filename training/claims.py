@@ -21,7 +21,7 @@ def claim(path: Path, identity: dict[str, Any], may_change: Collection[str] = ()
         for key, before, now in _differences(read_json(path), identity):
             if key not in may_change:
                 raise TrainingError(
-                    f"{path.parent} belongs to a run with {key} {before!r}, this recipe has {now!r}. "
+                    f"{path.parent} belongs to a run with {key} {before!r}, this one has {now!r}. "
                     "Set another folder for this run, or remove that one."
                 )
     remove_unfinished(path)
@@ -33,4 +33,4 @@ def _differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, 
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [*now, *(k for k in before if k not in now)]
         return [d for k in keys for d in _differences(before.get(k), now.get(k), f"{name}.{k}" if name else k)]
-    return [] if before == now else [(name.removeprefix("recipe."), before, now)]
+    return [] if before == now else [(name, before, now)]

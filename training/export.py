@@ -61,9 +61,7 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
     :class:`~dflash.errors.CheckpointError` if ``run`` is no run folder or has no such checkpoint, or ``folder``
     holds something else than a drafter, and ``OSError`` if the disk does not take it.
     """
-    others = [p.name for p in folder.glob("[!.]*") if p.name not in EXPORTED]
-    if others:
-        raise CheckpointError(f"{folder} holds other files, such as {others[0]!r}; choose a new folder.")
+    require_only_a_drafter(folder)
     config = DFlashConfig.from_dict(read_json(run / "config.json"))
     recipe = read_json(run / "recipe.json").get("recipe")
     if not isinstance(recipe, dict):
@@ -78,6 +76,15 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
     results = read_results(run / BEST) if best else None
     text = card(recipe, config, folder.name, results)
     write_whole(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def require_only_a_drafter(folder: Path) -> None:
+    """Raise :class:`~dflash.errors.CheckpointError` if a drafter in ``folder`` would stand among other files."""
+    others = sorted(path.name for path in folder.glob("[!.]*") if path.name not in EXPORTED)
+    if others:
+        raise CheckpointError(
+            f"{folder} holds other files, such as {others[0]!r}; choose a new folder, or remove them."
+        )
 
 
 def card(recipe: dict[str, Any], config: DFlashConfig, name: str, results: dict[str, Any] | None) -> str:

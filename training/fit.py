@@ -74,9 +74,9 @@ def fit(
     ``evaluate``, the weights for which it was greatest are kept too. A run stopped at any moment continues
     from its last checkpoint to the same weights.
 
-    Ctrl-C finishes the step or evaluation, saves and raises ``KeyboardInterrupt``. A loss or gradient that is not
-    finite, or a loss that explodes, raises :class:`~dflash.errors.TrainingError` with ``name_batch`` of the
-    offending batch; the weights of that step are not saved.
+    Ctrl-C finishes the step, or an evaluation and the step after it, saves and raises ``KeyboardInterrupt``. A
+    loss or gradient that is not finite, or a loss that explodes, raises :class:`~dflash.errors.TrainingError` with
+    ``name_batch`` of the offending batch; the weights of that step are not saved.
     """
     ranks = ranks or Ranks()
     optimizer = Optimizer(model.trainable_parameters(), settings.optimizer)
@@ -85,10 +85,10 @@ def fit(
         folder.mkdir(parents=True, exist_ok=True)
         cut_log(folder, begun)
     checkpoint_bytes = 4 * sum(a.nbytes for a in flat(model.trainable_parameters()).values())  # two moments, the best
+    best = Best(folder, score) if score is not None and ranks.writes else None
     ranks.allow(checkpoint_bytes)
     begun, losses = _all_start_alike(ranks, model, optimizer, begun, losses)
     recent = deque(losses, maxlen=max(_RECENT, settings.log_every))
-    best = Best(folder, score) if score is not None and ranks.writes else None
     if begun:
         logger.info("Continuing %s at step %d of %d.", folder, begun, settings.steps)
 
@@ -103,7 +103,8 @@ def fit(
     def evaluate_after(done: int) -> None:
         if evaluate is None or not due(done, settings.evaluate_every):
             return
-        results = evaluate()
+        with clock.paused():
+            results = evaluate()
         if best is not None:
             best.offer(done, model, results)
         if ranks.writes:
@@ -116,7 +117,7 @@ def fit(
     steps = range(begun, settings.steps)
     bar = tqdm(steps, initial=begun, total=settings.steps, disable=None if ranks.writes else True, desc=folder.name)
     with Interrupt() as interrupt:
-        if begun and not ranks.first_says(_is_evaluated(folder, begun)):
+        if begun and ranks.flag_of_first(ranks.writes and not _is_evaluated(folder, begun)):
             evaluate_after(begun)
         for step in bar:
             numbers = range(step * size, (step + 1) * size)
@@ -126,8 +127,8 @@ def fit(
                 told = ranks.joined([*own, float(interrupt.asked)])
                 gradients = ranks.average(gradients)
             except PeerLostError:
+                logger.info("Ending after step %d of %d.", step, settings.steps)
                 save(step)
-                logger.info("Saved the state after step %d of %d.", step, settings.steps)
                 raise
             values, stop = told[:size], any(told[size:])
             _check_losses(values, recent, settings.explosion, [name_batch(n) for n in numbers], step)
@@ -150,15 +151,14 @@ def fit(
             # Before the evaluation: whatever happens in that, it is all that is lost.
             if stop or due(done, settings.checkpoint_every) or due(done, settings.evaluate_every):
                 save(done)
-            if stop and done < settings.steps:
+            if stop:
                 logger.info("Stopped at step %d of %d; the same command continues.", done, settings.steps)
                 raise KeyboardInterrupt
-            with clock.paused():
-                evaluate_after(done)
+            evaluate_after(done)
 
 
 def _is_evaluated(folder: Path, step: int) -> bool:
-    return any(line["step"] == step and "loss" not in line for line in read_log(folder))
+    return any(line["step"] == step and "tokens_per_s" not in line for line in read_log(folder))
 
 
 def _all_start_alike(

@@ -13,7 +13,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from dflash.errors import DataError
 from dflash.files import only_writer, write_json
 
 from .answers import agreed_beginnings, write_responses
-from .chat import Row, encode, encode_unanswered
+from .chat import Row, encode, encode_guess
 from .data import Ints
 from .prompts import Conversation, digest, message_bytes
 from .shards import (
@@ -193,7 +193,9 @@ def make_plan(conversations: Sequence[Conversation], target: LoadedTargetModel, 
     seen: set[bytes] = set()
     for conversation in tqdm(conversations, desc="tokenize", unit=" conversations", disable=None):
         how = target, settings.chat, settings.chat_template_config
-        row = encode_unanswered(conversation, *how, guessing) if settings.regenerate else encode(conversation, *how)
+        row = encode(conversation.unanswered() if settings.regenerate else conversation, *how)
+        if settings.regenerate and guessing and conversation.answered:
+            row = replace(row, guess=encode_guess(conversation, *how, row.tokens))
         key = hashlib.sha256(row.prompt.tobytes()).digest()
         room = SHORTEST_RESPONSE if row.response is None else 0
         if key in seen:

@@ -4,10 +4,10 @@ Knows ``mx.distributed`` (started by ``mlx.launch``). Must not know models or lo
 group of one, and nothing is sent.
 
 A process that dies ends the others. The ring backend raises an error when a connection is closed; other
-backends, and the ring where a machine just falls silent, wait for ever. So every exchange has a time limit: the
-processes do equal work, so a peer may take ``timeout`` seconds more than twice this process's own time since the
-exchange before, and what a slow disk or link needs for rank 0's files and what is sent. Past that the process ends
-itself, for nothing can wake a thread that waits in MLX: such a run goes on from its last regular checkpoint.
+backends, and the ring where a machine just falls silent, wait for ever. So every exchange has a time limit: since the
+processes do equal work, ``timeout`` seconds, twice this process's own time since the exchange before, and what a slow
+disk or link needs for rank 0's files and what is sent. Past that the process ends itself, for nothing can wake a
+thread that waits in MLX: such a run goes on from its last regular checkpoint.
 """
 
 import os
@@ -91,10 +91,6 @@ class Ranks:
         if (halves != halves[:, :1]).any():
             raise TrainingError(message)
 
-    def first_says(self, claim: bool) -> bool:
-        """What rank 0 claims, on every rank."""
-        return bool(self.joined([float(claim)])[0])
-
     def from_first(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
         """Rank 0's arrays, on every rank; all must have the same names, shapes and types."""
         if self.group is None:
@@ -107,6 +103,10 @@ class Ranks:
                 sent[name] = mx.distributed.all_sum(own, group=self.group)
                 mx.eval(sent[name])
             return sent
+
+    def flag_of_first(self, flag: bool) -> bool:
+        """Rank 0's ``flag``, on every rank."""
+        return bool(self.joined([float(flag)])[0])
 
     def added(self, part: Acceptance) -> Acceptance:
         """The acceptance over all ranks' prompts."""

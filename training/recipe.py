@@ -97,8 +97,8 @@ class RunSettings:
     all machines together. On a CPU, ``threads`` of them go side by side. With ``grad_checkpoint`` the backward
     pass computes each drafter layer again instead of keeping it: less memory, more time. ``evaluate_prompts`` held-out
     prompts are decoded for up to ``evaluate_tokens`` tokens each. A loss above ``explosion`` times the recent
-    median stops the run; ``null`` never does. ``peer_timeout`` is how many seconds a machine may take longer than
-    the others, beside what they send each other.
+    median stops the run; ``null`` never does. ``peer_timeout`` is how many seconds a machine waits for
+    another, beside twice its own time for the same work and the time to send and write.
     """
 
     folder: Path

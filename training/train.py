@@ -28,7 +28,7 @@ from .checkpoints import BEST, LOG, STATE
 from .claims import claim
 from .cpu import keep_freed_memory, set_blas_threads
 from .evaluate import heldout_prompts, measure
-from .export import EXPORTED, export
+from .export import EXPORTED, export, require_only_a_drafter
 from .fastmath import on_cpu
 from .feature_cache import CachedFeatures, describe, target_pass, with_cached_features, write_features
 from .fit import FitSettings, fit
@@ -44,8 +44,11 @@ logger = logging.getLogger(__name__)
 RECIPE, CONFIG, FINISHED = "recipe.json", "config.json", "drafter"
 
 _MAY_CHANGE = {
-    *("target", "run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout"),
-    *("run.explosion", "run.grad_checkpoint", "data.folder", "data.cached_features"),
+    f"recipe.{name}"
+    for name in (
+        *("target", "run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout"),
+        *("run.explosion", "run.grad_checkpoint", "data.folder", "data.cached_features"),
+    )
 }
 
 
@@ -61,6 +64,7 @@ def train(recipe: Recipe) -> Path:
     if ranks.size > 1 and on_cpu():
         set_blas_threads(1)  # processes that share a machine would fight for its cores
     read_manifest(recipe.data.folder)  # before a target loads, which may take minutes
+    require_only_a_drafter(recipe.run.folder / FINISHED)
     with only_writer(recipe.run.folder) if ranks.writes else nullcontext():
         return _train(recipe, ranks)
 

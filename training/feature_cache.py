@@ -173,6 +173,12 @@ def _stream_safetensors(path: Path, header: dict[str, tuple[str, tuple[int, int]
 # --- reading ------------------------------------------------------------------------------------------------
 
 
+def require_features(folder: Path) -> None:
+    """Raise :class:`~dflash.errors.DataError` if ``folder`` holds no cache, finished or not."""
+    if not (folder / MANIFEST).exists():
+        raise DataError(f"{folder} holds no features; give 'dflash cache-features' with this recipe first.")
+
+
 class CachedFeatures:
     """The finished cache in ``folder``; of its arrays those that ``wanted`` (of :func:`describe`) has.
 
@@ -180,8 +186,7 @@ class CachedFeatures:
     """
 
     def __init__(self, folder: Path, wanted: dict[str, Any]):
-        if not (folder / MANIFEST).exists():
-            raise DataError(f"{folder} holds no features; give 'dflash cache-features' with this recipe first.")
+        require_features(folder)
         manifest = _read_manifest(folder, wanted)
         self.folder, self.names = folder, list(wanted["arrays"])
         self._ends = np.cumsum(manifest["shards"])

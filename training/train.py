@@ -30,7 +30,7 @@ from .cpu import keep_freed_memory, set_blas_threads
 from .evaluate import heldout_prompts, measure
 from .export import EXPORTED, export, require_only_a_drafter
 from .fastmath import on_cpu
-from .feature_cache import CachedFeatures, describe, target_pass, with_cached_features, write_features
+from .feature_cache import CachedFeatures, describe, require_features, target_pass, with_cached_features, write_features
 from .fit import FitSettings, fit
 from .new_drafter import drafter_config, new_drafter
 from .objective import batch_loss
@@ -63,17 +63,29 @@ def train(recipe: Recipe) -> Path:
     ranks = Ranks.of_this_run(recipe.run.peer_timeout)
     if ranks.size > 1 and on_cpu():
         set_blas_threads(1)  # processes that share a machine would fight for its cores
-    read_manifest(recipe.data.folder)  # before a target loads, which may take minutes
-    require_only_a_drafter(recipe.run.folder / FINISHED)
+    _require_what_needs_no_target(recipe, ranks)
     with only_writer(recipe.run.folder) if ranks.writes else nullcontext():
         return _train(recipe, ranks)
+
+
+def _require_what_needs_no_target(recipe: Recipe, ranks: Ranks) -> None:
+    """What would be a pity to find out after a large target has loaded."""
+    read_manifest(recipe.data.folder)
+    if recipe.data.cached_features is not None:
+        require_features(recipe.data.cached_features)
+    require_only_a_drafter(recipe.run.folder / FINISHED)
+    if recipe.run.batches_per_step % ranks.size:
+        raise TrainingError(
+            f"run.batches_per_step {recipe.run.batches_per_step} cannot be shared evenly by {ranks.size} processes; "
+            f"make it a multiple of {ranks.size}."
+        )
 
 
 def _train(recipe: Recipe, ranks: Ranks) -> Path:
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
     batches = Batches(sequences, recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe))
-    settings = fit_settings(recipe, batches, target, ranks)
+    settings = fit_settings(recipe, batches, target)
     prompts = _prompts(recipe, target)
     drafter = new_drafter(recipe.drafter, target)
     layer_ids, with_hidden = drafter.target_layer_ids, recipe.objective.share_of_kl > 0
@@ -144,11 +156,11 @@ def _batches_needed(recipe: Recipe) -> int | None:
     return None if recipe.run.steps is None else recipe.run.steps * recipe.run.batches_per_step
 
 
-def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel, ranks: Ranks) -> FitSettings:
+def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel) -> FitSettings:
     """The loop's settings; epochs become steps, of which the last may lack a few batches and is left out.
 
-    Raises :class:`~dflash.errors.TrainingError` if there are fewer batches than one step takes, the machines
-    cannot share a step evenly, or the target's head cannot run in several threads.
+    Raises :class:`~dflash.errors.TrainingError` if there are fewer batches than one step takes, or the target's
+    head cannot run in several threads.
     """
     run = recipe.run
     steps = run.steps if run.steps is not None else len(batches) // run.batches_per_step
@@ -156,11 +168,6 @@ def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel, ra
         raise TrainingError(
             f"The data makes {len(batches)} batches in {run.epochs} epochs, but one step takes "
             f"run.batches_per_step {run.batches_per_step}; lower that or data.batch_tokens."
-        )
-    if run.batches_per_step % ranks.size:
-        raise TrainingError(
-            f"run.batches_per_step {run.batches_per_step} cannot be shared evenly by {ranks.size} processes; "
-            f"make it a multiple of {ranks.size}."
         )
     if run.threads > 1 and isinstance(target.adapter, GenericAdapter):
         raise TrainingError("run.threads must be 1 for this target: its head is found by the generic adapter.")

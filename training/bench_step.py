@@ -90,14 +90,14 @@ class DenseAttention:
 
 @dataclass(frozen=True)
 class Shape:
-    """The drafter that is trained, a few layers of a width that a CPU manages."""
+    """The drafter that is trained: by default of a quarter of the width of Qwen3-4B's, which a CPU manages."""
 
-    hidden_size: int = 512
+    hidden_size: int = 640
     layers: int = 3
-    heads: int = 4
+    heads: int = 8
     kv_heads: int = 2
     head_dim: int = 128
-    intermediate_size: int = 1536
+    intermediate_size: int = 2432
     vocab_size: int = 8192
     block_size: int = 16
 

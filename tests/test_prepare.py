@@ -297,7 +297,7 @@ def test_killed_ten_times_it_ends_with_the_same_bytes(target_folder, tmp_path):
         )
         while shard_count(killed) < wanted and process.poll() is None:
             time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.1))
+        time.sleep(rng.uniform(0, 0.03))
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         assert not (killed / "manifest.json").exists()

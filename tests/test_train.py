@@ -154,7 +154,7 @@ def lines_logged(run: Path) -> int:
     return len((run / "log.jsonl").read_text().splitlines()) if (run / "log.jsonl").exists() else 0
 
 
-LONG = "run.steps=100", "run.evaluate_every=25"  # long enough to be caught in the middle
+LONG = "run.steps=120", "run.evaluate_every=25"  # long enough to be caught in the middle
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_same_bytes(long_run, f
         wanted = lines_logged(run) + rng.randint(0, 4)  # 0: while it starts
         process = start(folder, "killed", *LONG)
         wait_for(lambda wanted=wanted: lines_logged(run) >= wanted, process)
-        time.sleep(rng.random() * 0.05)
+        time.sleep(rng.random() * 0.03)
         process.kill()
         process.communicate(timeout=30)
         codes.append(process.returncode)

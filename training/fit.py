@@ -79,86 +79,118 @@ def fit(
     ``name_batch`` of the offending batch; the weights of that step are not saved.
     """
     ranks = ranks or Ranks()
-    optimizer = Optimizer(model.trainable_parameters(), settings.optimizer)
-    begun, losses = load_checkpoint(folder / STATE, model, optimizer) if ranks.writes else (0, [])
-    if ranks.writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        cut_log(folder, begun)
-    checkpoint_bytes = 4 * sum(a.nbytes for a in flat(model.trainable_parameters()).values())  # two moments, the best
-    best = Best(folder, score) if score is not None and ranks.writes else None
-    ranks.allow(checkpoint_bytes)
-    begun, losses = _all_start_alike(ranks, model, optimizer, begun, losses)
-    recent = deque(losses, maxlen=max(_RECENT, settings.log_every))
-    if begun:
-        logger.info("Continuing %s at step %d of %d.", folder, begun, settings.steps)
-
-    def due(done: int, every: int) -> bool:
-        return done % every == 0 or done == settings.steps
-
-    def save(done: int) -> None:
-        if ranks.writes:
-            save_checkpoint(folder / STATE, done, model, optimizer, list(recent))
-        ranks.allow(checkpoint_bytes)
-
-    def evaluate_after(done: int) -> None:
-        if evaluate is None or not due(done, settings.evaluate_every):
-            return
-        with clock.paused():
-            results = evaluate()
-        if best is not None:
-            best.offer(done, model, results)
-        if ranks.writes:
-            write_log(folder, done, **results)
-        ranks.allow(checkpoint_bytes)
-
+    run = _Run(model, settings, folder, evaluate, score, ranks)
     size = settings.batches_per_step
     mean_gradient = MeanGradient(model, loss, min(settings.threads or size, size))
-    clock = _Clock()
-    steps = range(begun, settings.steps)
-    bar = tqdm(steps, initial=begun, total=settings.steps, disable=None if ranks.writes else True, desc=folder.name)
+    steps = range(run.begun, settings.steps)
+    bar = tqdm(steps, initial=run.begun, total=settings.steps, disable=None if ranks.writes else True, desc=folder.name)
     with Interrupt() as interrupt:
-        if begun and ranks.flag_of_first(ranks.writes and not _is_evaluated(folder, begun)):
-            evaluate_after(begun)
+        run.make_up_for_an_evaluation()
         for step in bar:
             numbers = range(step * size, (step + 1) * size)
             parameters = model.trainable_parameters()
-            own, gradients = mean_gradient(parameters, (clock.counted(batch(n)) for n in ranks.share(numbers)))
+            own, gradients = mean_gradient(parameters, (run.clock.counted(batch(n)) for n in ranks.share(numbers)))
             try:
                 told = ranks.joined([*own, float(interrupt.asked)])
                 gradients = ranks.average(gradients)
             except PeerLostError:
                 logger.info("Ending after step %d of %d.", step, settings.steps)
-                save(step)
+                run.save(step)
                 raise
             values, stop = told[:size], any(told[size:])
-            _check_losses(values, recent, settings.explosion, [name_batch(n) for n in numbers], step)
+            _check_losses(values, run.recent, settings.explosion, [name_batch(n) for n in numbers], step)
             share = settings.optimizer.share(step, settings.steps)
-            updated, norm = optimizer.update(parameters, gradients, share)
-            mx.eval(norm, updated, optimizer.inner.state)
+            updated, norm = run.optimizer.update(parameters, gradients, share)
+            mx.eval(norm, updated, run.optimizer.inner.state)
             if not math.isfinite(norm):
                 names = ", ".join(name_batch(n) for n in numbers)
                 raise TrainingError(f"The gradient is {float(norm)} at step {step + 1}, in {names}.{_KEPT}.")
             model.update(updated)
-            recent.append(float(np.float32(sum(values) / size)))  # so that every rank has the same
-            bar.set_postfix(loss=f"{recent[-1]:.3f}", refresh=False)
+            run.recent.append(float(np.float32(sum(values) / size)))  # so that every rank has the same
+            bar.set_postfix(loss=f"{run.recent[-1]:.3f}", refresh=False)
 
             done = step + 1
-            if ranks.writes and due(done, settings.log_every):
-                window = list(recent)[-((step % settings.log_every) + 1) :]
-                speed = clock.tokens_per_second() * ranks.size
-                mean = sum(window) / len(window)
-                write_log(folder, done, loss=mean, norm=float(norm), rate=share, tokens_per_s=speed)
+            run.report(done, float(norm), share)
             # Before the evaluation: whatever happens in that, it is all that is lost.
-            if stop or due(done, settings.checkpoint_every) or due(done, settings.evaluate_every):
-                save(done)
+            if stop or run.due(done, settings.checkpoint_every) or run.evaluates(done):
+                run.save(done)
             if stop:
                 logger.info("Stopped at step %d of %d; the same command continues.", done, settings.steps)
                 raise KeyboardInterrupt
-            evaluate_after(done)
+            if run.evaluates(done):
+                run.evaluate(done)
 
 
-def _is_evaluated(folder: Path, step: int) -> bool:
-    return any(line["step"] == step and "tokens_per_s" not in line for line in read_log(folder))
+class _Run:
+    """What a run continues from and leaves in its folder: checkpoints, metrics, evaluations. Only rank 0 writes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: FitSettings,
+        folder: Path,
+        evaluate: Evaluate | None,
+        score: str | None,
+        ranks: Ranks,
+    ):
+        self.model, self.settings, self.folder, self.ranks = model, settings, folder, ranks
+        self.optimizer = Optimizer(model.trainable_parameters(), settings.optimizer)
+        begun, losses = load_checkpoint(folder / STATE, model, self.optimizer) if ranks.writes else (0, [])
+        if ranks.writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            cut_log(folder, begun)
+        self._evaluate = evaluate
+        self._best = Best(folder, score) if score is not None and ranks.writes else None
+        weights = flat(model.trainable_parameters()).values()
+        self._checkpoint_bytes = 4 * sum(w.nbytes for w in weights)  # they, two moments, and the best
+        ranks.allow(self._checkpoint_bytes)
+        self.begun, losses = _all_start_alike(ranks, model, self.optimizer, begun, losses)
+        self.recent = deque(losses, maxlen=max(_RECENT, settings.log_every))
+        self.clock = _Clock()
+        if self.begun:
+            logger.info("Continuing %s at step %d of %d.", folder, self.begun, settings.steps)
+
+    def due(self, done: int, every: int) -> bool:
+        """Whether something is due after ``done`` steps; at the end everything is."""
+        return done % every == 0 or done == self.settings.steps
+
+    def evaluates(self, done: int) -> bool:
+        """Whether an evaluation is due after ``done`` steps."""
+        return self._evaluate is not None and self.due(done, self.settings.evaluate_every)
+
+    def report(self, done: int, norm: float, share: float) -> None:
+        """Log the steps since the last report, if one is due."""
+        if not (self.ranks.writes and self.due(done, self.settings.log_every)):
+            return
+        window = list(self.recent)[-(((done - 1) % self.settings.log_every) + 1) :]
+        speed = self.clock.tokens_per_second() * self.ranks.size
+        mean = sum(window) / len(window)
+        write_log(self.folder, done, loss=mean, norm=norm, rate=share, tokens_per_s=speed)
+
+    def save(self, done: int) -> None:
+        """Write the checkpoint that a run continues from."""
+        if self.ranks.writes:
+            save_checkpoint(self.folder / STATE, done, self.model, self.optimizer, list(self.recent))
+        self.ranks.allow(self._checkpoint_bytes)
+
+    def evaluate(self, done: int) -> None:
+        """Evaluate, keep the weights if they are the best so far, and log the results."""
+        assert self._evaluate is not None
+        with self.clock.paused():
+            results = self._evaluate()
+        if self._best is not None:
+            self._best.offer(done, self.model, results)
+        if self.ranks.writes:
+            write_log(self.folder, done, **results)
+        self.ranks.allow(self._checkpoint_bytes)
+
+    def make_up_for_an_evaluation(self) -> None:
+        """Evaluate where the run continues, if it was stopped in that evaluation."""
+        if self.begun and self.evaluates(self.begun):
+            lines = read_log(self.folder) if self.ranks.writes else []
+            there = any(line["step"] == self.begun and "tokens_per_s" not in line for line in lines)
+            if self.ranks.flag_of_first(not there):
+                self.evaluate(self.begun)
 
 
 def _all_start_alike(

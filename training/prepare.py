@@ -187,14 +187,14 @@ def _writing_to(folder: Path) -> Iterator[None]:
 
 def make_plan(conversations: Sequence[Conversation], target: LoadedTargetModel, settings: PrepareSettings) -> Plan:
     """Tokenize all conversations, leave out repeated and unusable ones, and part training from held-out ones."""
-    longest, guessing = _longest(target, settings), settings.temp == 0
+    longest, how = _longest(target, settings), (target, settings.chat, settings.chat_template_config)
+    guessing = settings.regenerate and settings.temp == 0
     rows: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     dropped = {"duplicate": 0, "too_long": 0, "no_response": 0}
     seen: set[bytes] = set()
     for conversation in tqdm(conversations, desc="tokenize", unit=" conversations", disable=None):
-        how = target, settings.chat, settings.chat_template_config
         row = encode(conversation.unanswered() if settings.regenerate else conversation, *how)
-        if settings.regenerate and guessing and conversation.answered:
+        if guessing and conversation.answered:
             row = replace(row, guess=encode_guess(conversation, *how, row.tokens))
         key = hashlib.sha256(row.prompt.tobytes()).digest()
         room = SHORTEST_RESPONSE if row.response is None else 0

@@ -33,7 +33,7 @@ def causal_attention(
     if window is not None:
         seen = seen & ~mx.tri(length, k=-window, dtype=mx.bool_)
     weights = softmax(scores + mx.tile(mx.where(seen, 0.0, -1e9), (groups, 1)))
-    return rearrange(weights @ values_BKLD, "B K (G L) D -> B K (G L) D", G=groups).reshape(queries_BHLD.shape)
+    return rearrange(weights @ values_BKLD, "B K (G L) D -> B (K G) L D", G=groups)
 
 
 def self_attention(attention: Any, x_BLE: mx.array, window: int | None = None) -> mx.array:

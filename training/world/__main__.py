@@ -4,6 +4,7 @@
     python -m dflash.training.world heldout 100 > heldout.jsonl
 
 Training requests come with the right response, held-out ones with what their answer is checked against.
+Knows the form of a line. Must not know how a request is made.
 """
 
 import argparse

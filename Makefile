@@ -33,8 +33,8 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 pair: $(VENV)/installed
-	$(BIN)/python -m dflash.training.small_target configs/$(PAIR)-target.yaml
-	$(BIN)/python -m dflash.training.world train 7000 --seed 2 > runs/$(PAIR)/requests.tmp
+	$(BIN)/python -m dflash.training.toy.small_target configs/$(PAIR)-target.yaml
+	$(BIN)/python -m dflash.training.toy.tasks train 7000 --seed 2 > runs/$(PAIR)/requests.tmp
 	mv runs/$(PAIR)/requests.tmp runs/$(PAIR)/requests.jsonl
 	$(BIN)/dflash prepare runs/$(PAIR)/requests.jsonl --regenerate --max-tokens 320 --max-length 1024 \
 	    --target runs/$(PAIR)/target --output runs/$(PAIR)/data
@@ -42,7 +42,7 @@ pair: $(VENV)/installed
 	$(BIN)/dflash train configs/$(PAIR)-drafter.yaml
 
 publish: $(VENV)/installed
-	$(BIN)/python -m dflash.training.world heldout 100 --seed 2026 > runs/pair/heldout.jsonl
+	$(BIN)/python -m dflash.training.toy.tasks heldout 100 --seed 2026 > runs/pair/heldout.jsonl
 	$(BIN)/dflash export runs/pair/drafter dflash/pair/drafter
 	cp runs/pair/target/* dflash/pair/target/
 	cp runs/pair/heldout.jsonl dflash/pair/heldout.jsonl

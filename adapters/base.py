@@ -18,7 +18,7 @@ import mlx.nn as nn
 from dflash.errors import IncompatibleModelsError
 
 if TYPE_CHECKING:
-    from dflash.replay import Recorder
+    from dflash.target.replay import Recorder
 
 
 class TargetAdapter:

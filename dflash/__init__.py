@@ -13,30 +13,30 @@ from .errors import DFlashError as DFlashError
 if TYPE_CHECKING:
     from .adapters import TargetAdapter as TargetAdapter
     from .adapters import register_adapter as register_adapter
-    from .checkpoint import load_drafter as load_drafter
-    from .checkpoint import save_drafter as save_drafter
-    from .config import DFlashConfig as DFlashConfig
-    from .decoder import DFlashResponse as DFlashResponse
-    from .decoder import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
-    from .drafter import DFlashDraftModel as DFlashDraftModel
-    from .protocol import Drafter as Drafter
-    from .protocol import Proposal as Proposal
+    from .drafters.checkpoint import load_drafter as load_drafter
+    from .drafters.checkpoint import save_drafter as save_drafter
+    from .drafters.config import DFlashConfig as DFlashConfig
+    from .drafters.dflash import DFlashDraftModel as DFlashDraftModel
+    from .drafters.protocol import Drafter as Drafter
+    from .drafters.protocol import Proposal as Proposal
+    from .generate import DFlashResponse as DFlashResponse
+    from .generate import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
     from .target import LoadedTargetModel as LoadedTargetModel
     from .target import load_target as load_target
 
 _MODULE_OF = {
-    "DFlashConfig": "config",
-    "DFlashDraftModel": "drafter",
-    "DFlashResponse": "decoder",
-    "DFlashSpeculativeDecoder": "decoder",
-    "Drafter": "protocol",
+    "DFlashConfig": "drafters.config",
+    "DFlashDraftModel": "drafters.dflash",
+    "DFlashResponse": "generate",
+    "DFlashSpeculativeDecoder": "generate",
+    "Drafter": "drafters.protocol",
     "LoadedTargetModel": "target",
-    "Proposal": "protocol",
+    "Proposal": "drafters.protocol",
     "TargetAdapter": "adapters",
-    "load_drafter": "checkpoint",
+    "load_drafter": "drafters.checkpoint",
     "load_target": "target",
     "register_adapter": "adapters",
-    "save_drafter": "checkpoint",
+    "save_drafter": "drafters.checkpoint",
 }
 
 __all__ = ["DFlashError", *_MODULE_OF]

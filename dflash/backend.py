@@ -8,6 +8,7 @@ Linux bundles the reference BLAS, and a faster one takes its place only if its s
 
 import ctypes
 import importlib.metadata
+import logging
 import platform
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
 
+logger = logging.getLogger(__name__)
+
 _SYSTEM_BLAS = "libopenblas.so.0"
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # <malloc.h>
 
 
 def _mkl_library() -> Path | None:
@@ -60,6 +64,13 @@ def require_mlx() -> None:
     mx.default_device()
 
 
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU by default."""
+    import mlx.core as mx
+
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
 def compute_dtype(stored: "mx.Dtype") -> "mx.Dtype":
     """The dtype in which weights stored as ``stored`` are computed with on the default device.
 
@@ -69,7 +80,7 @@ def compute_dtype(stored: "mx.Dtype") -> "mx.Dtype":
     import mlx.core as mx
 
     half = stored in (mx.float16, mx.bfloat16)
-    return mx.float32 if half and mx.default_device() == mx.Device(mx.cpu) else stored
+    return mx.float32 if half and on_cpu() else stored
 
 
 def to_compute_dtype(model: "nn.Module") -> None:
@@ -77,6 +88,33 @@ def to_compute_dtype(model: "nn.Module") -> None:
     import mlx.core as mx
 
     model.apply(lambda w: w.astype(compute_dtype(w.dtype)) if mx.issubdtype(w.dtype, mx.floating) else w)
+
+
+def keep_freed_memory() -> bool:
+    """Make malloc reuse large blocks instead of unmapping them; returns whether this system has the switch.
+
+    glibc hands large freed blocks back to the system, so every new array of some megabytes pays a page
+    fault for each 4 kB: measured here, element-wise operations ran 1.2 to 7 times slower for it.
+    """
+    if platform.system() != "Linux":
+        return False
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        logger.info("No glibc here; training runs with the system's malloc as it is.")
+        return False
+    # One arena: MLX's worker threads free what the main thread allocated.
+    return all([mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, -1), mallopt(_ARENA_MAX, 1)])
+
+
+def set_blas_threads(count: int) -> bool:
+    """Threads of one matrix product, for MKL or OpenBLAS if either is loaded; returns whether it is."""
+    loaded = ctypes.CDLL(None)
+    for name in ("MKL_Set_Num_Threads", "openblas_set_num_threads"):
+        if hasattr(loaded, name):
+            getattr(loaded, name)(count)
+            return True
+    return False
 
 
 blas = preload_blas()

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from .protocol import Drafter
+from .drafters.protocol import Drafter
 from .target import LoadedTargetModel
-from .verify import Sampler, accepted_length, choose
+from .verify import Sampler, accepted_length, sample_target
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
 
@@ -21,16 +21,16 @@ PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
 class Block:
     """What one target pass committed: the accepted drafts and the target's own next token.
 
-    ``drafted`` has as many tokens as were verified, ``chosen`` (the target's choices) one more.
+    ``drafted`` has as many tokens as were verified, ``target_tokens`` (the target's choices) one more.
     """
 
     drafted: list[int]
-    chosen: list[int]
+    target_tokens: list[int]
 
     @property
     def tokens(self) -> list[int]:
         """Committed tokens: accepted drafts and the bonus token, all of them the target's choices."""
-        return self.chosen[: accepted_length(self.drafted, self.chosen) + 1]
+        return self.target_tokens[: accepted_length(self.drafted, self.target_tokens) + 1]
 
 
 @dataclass
@@ -74,7 +74,7 @@ def prefill(
         # The drafter's cache too, if it says what it holds: its lazy graph would keep every chunk's features.
         mx.eval(last, [c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
         mx.clear_cache()
-    state.tokens += _ids(choose(target.head(last)[0], sampler))
+    state.tokens += _ids(sample_target(target.head(last)[0], sampler))
     return state
 
 
@@ -93,10 +93,10 @@ def decode_block(
         mx.async_eval(drafts)
         inputs = mx.concatenate([inputs, drafts.astype(inputs.dtype)], axis=1)
     logits, features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
-    chosen = choose(logits[0], sampler)
-    mx.eval(inputs, chosen, features)
+    target_tokens = sample_target(logits[0], sampler)
+    mx.eval(inputs, target_tokens, features)
 
-    block = Block(drafted=_ids(inputs[0, 1:]), chosen=_ids(chosen))
+    block = Block(drafted=_ids(inputs[0, 1:]), target_tokens=_ids(target_tokens))
     committed = len(block.tokens)
     target.rewind_kv_caches(state.target_cache, len(state.tokens) - 1 + committed)
     drafter.extend_context(features[:, :committed], state.draft_cache, inputs[:, :committed])

@@ -1,5 +1,8 @@
 """The errors that users see. Every message says what was wrong, what was expected and what to do."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class DFlashError(ValueError):
     """Base of all errors raised for bad input; the command line prints it as one line."""
@@ -27,3 +30,18 @@ class DataError(DFlashError):
 
 class TrainingError(DFlashError):
     """Training cannot start or go on: unusable data, a loss that blew up, another recipe's run, a lost rank."""
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """The message of ``error`` on one line of at most ``limit`` characters; its type's name where it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """How to mend an unknown name: the nearest of the known ones, or all of them."""
+    names = [str(k) for k in known]
+    near = difflib.get_close_matches(str(name), names, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"known are {', '.join(names)}." if names else "none is known."

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 from filelock import FileLock, Timeout
+from mlx.utils import tree_flatten, tree_unflatten
 
 from .errors import CheckpointError, DFlashError
 
@@ -68,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON object, whole or not at all."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+    atomic_write(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def read_safetensors(folder: Path) -> dict[str, mx.array]:
@@ -88,7 +89,7 @@ def read_safetensors(folder: Path) -> dict[str, mx.array]:
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
+def exclusive_lock(folder: Path) -> Iterator[None]:
     """Keep other processes that ask for ``folder`` out of it; a process that is killed lets go of it.
 
     (Unless the disk has no locks that the system lets go of: then a killed one leaves ``.lock``, to be removed.)
@@ -106,7 +107,7 @@ def only_writer(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a temporary file beside ``path``, then rename: the file is whole or not there.
 
     The temporary name keeps the suffix of ``path`` (MLX picks a format by it). Raises ``OSError`` if the
@@ -129,6 +130,36 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what processes that were killed inside :func:`write_whole` left beside ``path``."""
+    """Remove what processes that were killed inside :func:`atomic_write` left beside ``path``."""
     for leftover in path.parent.glob(f".{path.stem}-????????{path.suffix}"):
         leftover.unlink(missing_ok=True)
+
+
+def flat(tree: Any) -> dict[str, mx.array]:
+    """Every array of a nested tree by its dotted name."""
+    return dict(cast("list[tuple[str, mx.array]]", tree_flatten(tree)))
+
+
+def nested(arrays: dict[str, mx.array]) -> Any:
+    """The inverse of :func:`flat`."""
+    return tree_unflatten(list(arrays.items()))
+
+
+def write_arrays(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, whole or not at all. Raises ``OSError`` if the disk does not take it."""
+    mx.eval(arrays)
+
+    def write(file: Path) -> None:
+        try:
+            mx.save_safetensors(str(file), arrays, metadata=metadata or {})
+        except RuntimeError as error:  # how MLX reports that nothing more can be written
+            raise OSError(str(error)) from error
+
+    atomic_write(path, write)
+
+
+def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Arrays and metadata of a safetensors file."""
+    arrays, metadata = cast("tuple[dict[str, mx.array], dict[str, str]]", mx.load(str(path), return_metadata=True))
+    mx.eval(arrays)
+    return arrays, metadata

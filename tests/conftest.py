@@ -21,8 +21,8 @@ settings.load_profile("dflash")
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target on disk whose pass takes well under a millisecond."""
-    from conversations import tiny_model
-    from models import save_target
+    from support.conversations import tiny_model
+    from support.models import save_target
 
     return save_target(tiny_model(), tmp_path_factory.mktemp("target"))
 

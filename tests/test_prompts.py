@@ -5,12 +5,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conversations import assert_one_error, invoke, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
+from support.conversations import assert_one_error, invoke, write_lines
 
 from dflash.errors import DataError
-from dflash.training.prompts import conversation, read_conversations
+from dflash.prompts import conversation, read_conversations
 
 
 def test_every_form_of_line_is_read(tmp_path):

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from models import byte_tokenizer, wrapped_tokenizer
+from support.models import byte_tokenizer, wrapped_tokenizer
 
 from dflash.text import TextStream
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from dflash.errors import TrainingError
 
-from .blocks import draw_anchors
-from .data import Ints, Sequences, padded, plan_batches
+from .data.sequences import Ints, Sequences, pad_batch, plan_batches
+from .drafters.targets import select_anchors
 from .recipe import DataSettings
 
 logger = logging.getLogger(__name__)
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 def anchor_counts(sequences: Sequences) -> Ints:
     """How many anchors each sequence offers: response tokens whose next token is in the response too."""
-    pairs = sequences.response.copy()
-    pairs[:-1] &= sequences.response[1:]
+    pairs = sequences.loss_mask.copy()
+    pairs[:-1] &= sequences.loss_mask[1:]
     pairs[np.cumsum(sequences.lengths) - 1] = False  # the next token belongs to another sequence
     return np.add.reduceat(pairs, sequences.starts, dtype=np.int64)
 
 
-def usable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
+def trainable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
     """The sequences that can be trained on, and their numbers before the others were left out.
 
     Left out, with a logged count, are those of more than ``max_length`` tokens and those without an anchor.
@@ -45,19 +45,19 @@ def usable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
         raise TrainingError(f"None of the {len(sequences)} sequences can be trained on: {', '.join(reasons)}.")
     if reasons:
         logger.warning("Left out of %d sequences: %s.", len(sequences), ", ".join(reasons))
-    return sequences.having(kept), np.flatnonzero(kept)
+    return sequences.select(kept), np.flatnonzero(kept)
 
 
 class Batches:
     """``batches(number)`` gives tokens, response mask ``[N, S]`` and anchors ``[N, A]``; epoch after epoch.
 
     ``A`` is the least of ``settings.anchors``, what the batch's longest response offers, and an even share of
-    ``settings.batch_blocks``. ``len`` is the number of batches in ``epochs``, or in as many whole epochs as
+    ``settings.max_blocks_per_batch``. ``len`` is the number of batches in ``epochs``, or in as many whole epochs as
     hold ``at_least``.
     """
 
     def __init__(self, sequences: Sequences, settings: DataSettings, epochs: int, at_least: int | None = None):
-        self.sequences, self.numbers = usable(sequences, settings.max_length)
+        self.sequences, self.numbers = trainable(sequences, settings.max_length)
         self.settings = settings
         self._starts, self._offers = self.sequences.starts, anchor_counts(self.sequences)
         self._plan: list[Ints] = []
@@ -71,11 +71,11 @@ class Batches:
 
     def __call__(self, number: int) -> tuple[mx.array, mx.array, mx.array]:
         rows = self._plan[number]
-        tokens, response = padded(self.sequences, rows, self._starts)
-        share = max(1, self.settings.batch_blocks // len(rows))
+        tokens, loss_mask = pad_batch(self.sequences, rows, self._starts)
+        share = max(1, self.settings.max_blocks_per_batch // len(rows))
         count = min(self.settings.anchors, int(self._offers[rows].max()), share)
-        anchors = draw_anchors(response, count, np.random.default_rng([self.settings.seed, number]))
-        return mx.array(tokens), mx.array(response), mx.array(anchors)
+        anchors = select_anchors(loss_mask, count, np.random.default_rng([self.settings.seed, number]))
+        return mx.array(tokens), mx.array(loss_mask), mx.array(anchors)
 
     def members(self, number: int) -> Ints:
         """The numbers in the dataset of this batch's sequences."""

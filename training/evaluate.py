@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash.drafters.protocol import Drafter
 from dflash.errors import TrainingError
-from dflash.protocol import Drafter
 
-from .data import Ints, Sequences
+from .data.sequences import Ints, Sequences
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def measure(
                 blocks, committed = blocks + 1, committed + response.accepted
                 in_text = len(response.tokens) if response.finish_reason == "stop" else len(response.drafted)
                 drafted = np.array(response.drafted[:in_text], dtype=np.int64)
-                right = np.cumprod(drafted == response.chosen[: len(drafted)])
+                right = np.cumprod(drafted == response.target_tokens[: len(drafted)])
                 verified[: len(right)] += 1
                 accepted[: len(right)] += right
     return Acceptance(blocks, committed, verified, accepted)
@@ -82,7 +82,7 @@ def heldout_prompts(sequences: Sequences, count: int, longest: int | None = None
     """
     prompts: list[list[int]] = []
     for start, length in zip(sequences.starts, sequences.lengths, strict=True):
-        response = sequences.response[start : start + length]
+        response = sequences.loss_mask[start : start + length]
         before = int(np.argmax(response))  # 0 if there is no response, or nothing before it
         if before and (longest is None or before <= longest):
             prompts.append(sequences.tokens[start : start + before].tolist())

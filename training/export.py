@@ -12,9 +12,9 @@ import yaml
 
 from dflash import DFlashConfig, DFlashDraftModel, save_drafter
 from dflash.errors import CheckpointError, DFlashError
-from dflash.files import is_hub_name, read_json, write_whole
+from dflash.files import atomic_write, is_hub_name, read_json
 
-from .checkpoints import BEST, read_results, read_weights
+from .loop.checkpoints import BEST, read_results, read_weights
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
         raise OSError(f"Cannot write {folder}: {error}") from error
     results = read_results(run / BEST) if best else None
     text = card(recipe, config, folder.name, results)
-    write_whole(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+    atomic_write(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def require_only_a_drafter(folder: Path) -> None:

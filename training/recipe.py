@@ -6,8 +6,8 @@ Knows names, defaults and which values go together. Must not know how anything i
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .losses import ObjectiveSettings
-from .optimizer import AdamWSettings, MuonSettings
+from .drafters.loss import ObjectiveSettings
+from .loop.optimizer import AdamWSettings, MuonSettings
 from .settings import require
 
 
@@ -27,7 +27,7 @@ class DataSettings:
 
     Sequences of more than ``max_length`` tokens are left out. A batch holds whole sequences, at most
     ``batch_tokens`` tokens with padding. Each gets up to ``anchors`` blocks, drawn anew in every epoch, and
-    all together at most ``batch_blocks`` (but one each), which bounds the memory of a batch of many short ones.
+    all together at most ``max_blocks_per_batch`` (but one each), which bounds the memory of a batch of many short ones.
     With ``cached_features``, a folder made by ``dflash cache-features``, the target's features are read from it.
     """
 
@@ -35,12 +35,12 @@ class DataSettings:
     max_length: int = 3072
     batch_tokens: int = 3072
     anchors: int = 512
-    batch_blocks: int = 1024
+    max_blocks_per_batch: int = 1024
     cached_features: Path | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, "max_length", "batch_tokens", "anchors", "batch_blocks")
+        _positive(self, "max_length", "batch_tokens", "anchors", "max_blocks_per_batch")
         _seed(self)
         require(
             self.batch_tokens >= self.max_length,
@@ -96,7 +96,7 @@ class RunSettings:
     ``steps`` wins over ``epochs``. A step takes the mean gradient of ``batches_per_step`` batches, those of
     all machines together. On a CPU, ``threads`` of them go side by side. With ``grad_checkpoint`` the backward
     pass computes each drafter layer again instead of keeping it: less memory, more time. ``evaluate_prompts`` held-out
-    prompts are decoded for up to ``evaluate_tokens`` tokens each. A loss above ``explosion`` times the recent
+    prompts are decoded for up to ``evaluate_tokens`` tokens each. A loss above ``max_loss_spike`` times the recent
     median stops the run; ``null`` never does. ``peer_timeout`` is how many seconds a machine waits for
     another, beside twice its own time for the same work and the time to send and write.
     """
@@ -112,13 +112,16 @@ class RunSettings:
     evaluate_every: int = 1000
     evaluate_prompts: int = 64
     evaluate_tokens: int = 256
-    explosion: float | None = 20.0
+    max_loss_spike: float | None = 20.0
     peer_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         _positive(self, "epochs", "steps", "batches_per_step", "threads", "log_every", "checkpoint_every")
         _positive(self, "evaluate_every", "evaluate_prompts", "evaluate_tokens", "peer_timeout")
-        require(self.explosion is None or self.explosion > 1, f"explosion must be above 1, got {self.explosion}.")
+        require(
+            self.max_loss_spike is None or self.max_loss_spike > 1,
+            f"max_loss_spike must be above 1, got {self.max_loss_spike}.",
+        )
 
 
 @dataclass(frozen=True)

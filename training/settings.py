@@ -8,16 +8,15 @@ without one.
 """
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, did_you_mean
 
 T = TypeVar("T")
 
@@ -67,7 +66,7 @@ def from_dict(cls: type[T], values: Any, where: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name in values:
         if name not in fields:
-            raise SettingsError(f"{where}: unknown key {name!r}; {hint(name, fields)}")
+            raise SettingsError(f"{where}: unknown key {name!r}; {did_you_mean(name, fields)}")
     missing = [
         name
         for name, f in fields.items()
@@ -99,7 +98,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return value
     if origin is typing.Literal:
         if value not in arguments:
-            raise SettingsError(f"{where} is {value!r}; {hint(value, arguments)}")
+            raise SettingsError(f"{where} is {value!r}; {did_you_mean(value, arguments)}")
         return value
     if origin in (types.UnionType, typing.Union):
         return _convert_union(arguments, value, where)
@@ -129,7 +128,7 @@ def _convert_union(members: tuple[Any, ...], value: Any, where: str) -> Any:
     if kinds and isinstance(value, dict):
         kind = value.get("kind", next(iter(kinds)))
         if kind not in kinds:
-            raise SettingsError(f"{where}: kind is {kind!r}; {hint(kind, kinds)}")
+            raise SettingsError(f"{where}: kind is {kind!r}; {did_you_mean(kind, kinds)}")
         return _convert(kinds[kind], value, where)
     for choice in choices[:-1]:
         try:
@@ -155,13 +154,6 @@ def _override(values: Any, override: str) -> None:
     if not isinstance(values, dict):
         raise SettingsError(f"--set {override}: {'.'.join(parents) or 'the recipe'} holds no keys.")
     values[name] = value
-
-
-def hint(name: Any, known: Iterable[Any]) -> str:
-    """What may have been meant: the nearest of the known names, or all of them."""
-    names = [str(k) for k in known]
-    near = difflib.get_close_matches(str(name), names, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}."
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ Knows the order of the stages and where each leaves its files. Must not know how
 line, or any one architecture. A run that was stopped at any moment continues when given again.
 
 The run folder holds ``recipe.json`` (the recipe, a fingerprint of its data), the drafter's ``config.json``,
-what :mod:`~dflash.training.checkpoints` says, and in the end ``drafter/`` in the published format.
+what :mod:`~dflash.training.loop.checkpoints` says, and in the end ``drafter/`` in the published format.
 """
 
 import json
@@ -20,24 +20,23 @@ from tqdm import tqdm
 
 from dflash import LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
+from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads
 from dflash.errors import TrainingError
-from dflash.files import only_writer, remove_unfinished, write_json
+from dflash.files import exclusive_lock, remove_unfinished, write_json
 
 from .batches import Batches
-from .checkpoints import BEST, LOG, STATE
-from .claims import claim
-from .cpu import keep_freed_memory, set_blas_threads
+from .data.dataset import dataset_fingerprint, open_dataset, read_manifest
+from .drafters.init import drafter_config, new_drafter
+from .drafters.objective import batch_loss
 from .evaluate import heldout_prompts, measure
 from .export import EXPORTED, export, require_only_a_drafter
-from .fastmath import on_cpu
-from .feature_cache import CachedFeatures, describe, require_features, target_pass, with_cached_features, write_features
-from .fit import FitSettings, fit
-from .new_drafter import drafter_config, new_drafter
-from .objective import batch_loss
-from .ranks import Ranks
+from .features import CachedFeatures, describe, require_features, target_pass, with_cached_features, write_features
+from .loop.checkpoints import BEST, LOG, STATE
+from .loop.claims import check_same_run
+from .loop.distributed import Ranks
+from .loop.fit import FitSettings, fit
 from .recipe import Recipe
 from .settings import to_dict
-from .shards import dataset_fingerprint, open_dataset, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ _MAY_CHANGE = {
     f"recipe.{name}"
     for name in (
         *("target", "run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout"),
-        *("run.explosion", "run.grad_checkpoint", "data.folder", "data.cached_features"),
+        *("run.max_loss_spike", "run.grad_checkpoint", "data.folder", "data.cached_features"),
     )
 }
 
@@ -64,7 +63,7 @@ def train(recipe: Recipe) -> Path:
     if ranks.size > 1 and on_cpu():
         set_blas_threads(1)  # processes that share a machine would fight for its cores
     _require_what_needs_no_target(recipe, ranks)
-    with only_writer(recipe.run.folder) if ranks.writes else nullcontext():
+    with exclusive_lock(recipe.run.folder) if ranks.is_main else nullcontext():
         return _train(recipe, ranks)
 
 
@@ -107,14 +106,14 @@ def _train(recipe: Recipe, ranks: Ranks) -> Path:
     )
 
     def evaluate() -> dict[str, Any]:
-        bar = tqdm(ranks.share(prompts), "evaluate", leave=False, disable=None if ranks.writes else True)
-        return ranks.added(measure(target, drafter, bar, recipe.run.evaluate_tokens)).results()
+        bar = tqdm(ranks.shard(prompts), "evaluate", leave=False, disable=None if ranks.is_main else True)
+        return ranks.all_reduce_sum(measure(target, drafter, bar, recipe.run.evaluate_tokens)).results()
 
     finished = folder / FINISHED
-    if ranks.writes:
+    if ranks.is_main:
         for name in (CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
             remove_unfinished(folder / name)
-        claim(folder / RECIPE, identity, _MAY_CHANGE)
+        check_same_run(folder / RECIPE, identity, _MAY_CHANGE)
         write_json(folder / CONFIG, drafter.config.to_dict())
     fit(
         drafter,
@@ -127,7 +126,7 @@ def _train(recipe: Recipe, ranks: Ranks) -> Path:
         name_batch=batches.name,
         ranks=ranks,
     )
-    if ranks.writes:
+    if ranks.is_main:
         export(folder, finished, best=(folder / BEST).exists())
         logger.info("The drafter is in %s.", finished)
     return finished
@@ -147,7 +146,7 @@ def cache_features(recipe: Recipe) -> Path:
     sequences = open_dataset(recipe.data.folder, "train", target)
     layer_ids = drafter_config(recipe.drafter, target).target_layer_ids
     wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.share_of_kl > 0)
-    with only_writer(folder):
+    with exclusive_lock(folder):
         write_features(folder, recipe.data, sequences, target, wanted)
     return folder
 
@@ -178,7 +177,7 @@ def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel) ->
         log_every=run.log_every,
         checkpoint_every=run.checkpoint_every,
         evaluate_every=run.evaluate_every,
-        explosion=run.explosion,
+        max_loss_spike=run.max_loss_spike,
         optimizer=recipe.optimizer,
     )
 

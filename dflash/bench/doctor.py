@@ -1,0 +1,89 @@
+"""What this machine and a given target would use: versions, device, BLAS, adapter, caches, rewind.
+
+Knows where to look. Must not know the command line or how decoding works.
+"""
+
+import platform
+import time
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from .. import backend
+from ..target import LoadedTargetModel
+from ..target.rewind import describe
+
+_PACKAGES = ("dflash-research", "mlx", "mlx-lm", "transformers")
+_MATMUL_SIZE = 1024  # takes 0.3 s with the slowest BLAS seen (7 GFLOP/s), so five repeats stay bearable
+_REPEATS = 5
+
+
+def machine_report() -> dict[str, str]:
+    """Versions, device and measured speed of this machine, in the order in which to show them."""
+    report = {name: _version(name) for name in _PACKAGES}
+    report["python"] = platform.python_version()
+    report["platform"] = platform.platform()
+    report["device"] = _device_name(mx.default_device())
+    report["BLAS (CPU)"] = backend.blas
+    report["float32 product"] = f"{matmul_gflops():.0f} GFLOP/s at {_MATMUL_SIZE} x {_MATMUL_SIZE} on this device"
+    return report
+
+
+def target_report(target: LoadedTargetModel, name: str) -> dict[str, str]:
+    """What ``target``, loaded from ``name``, is and would use.
+
+    A cache without an exact rewind is reported, not raised.
+    """
+    caches = make_prompt_cache(target.model)
+    return {
+        "target": name,
+        "adapter": type(target.adapter).__name__,
+        "layers": str(target.num_layers),
+        "hidden size": str(target.hidden_size),
+        "vocabulary": str(target.vocab_size),
+        "longest sequence": str(target.max_length or "not given"),
+        "caches and rewind": describe_caches(caches),
+        "compute dtype": _weight_dtypes(target),
+    }
+
+
+def describe_caches(caches: list[Any]) -> str:
+    """Cache kinds with their counts and rewind rules, such as ``28 KVCache (trim)``."""
+    counts = Counter(describe(caches))
+    kinds = [f"{n} {kind} ({rule or 'no exact rewind: cannot be decoded'})" for (kind, rule), n in counts.items()]
+    return ", ".join(kinds)
+
+
+def matmul_gflops(size: int = _MATMUL_SIZE) -> float:
+    """Best rate of a few float32 matrix products ``[size, size] @ [size, size]`` in GFLOP/s."""
+    a = mx.random.uniform(shape=(size, size), key=mx.random.key(0))
+    mx.eval(a, a @ a)
+    seconds = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        mx.eval(a @ a)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(seconds) / 1e9
+
+
+def _weight_dtypes(target: LoadedTargetModel) -> str:
+    """Floating-point dtypes of the loaded weights, the most frequent first."""
+    dtypes = [w.dtype for w in dict(tree_flatten(target.model.parameters())).values()]
+    counts = Counter(str(d).removeprefix("mlx.core.") for d in dtypes if mx.issubdtype(d, mx.floating))
+    return ", ".join(name for name, _ in counts.most_common())
+
+
+def _device_name(device: mx.Device) -> str:
+    name = mx.device_info(device).get("device_name", "")
+    return str(device.type).removeprefix("DeviceType.") + (f" ({name})" if name else "")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,1 @@
+"""Every way to guess tokens, one file each, after one protocol (:mod:`.protocol`)."""

@@ -1,0 +1,243 @@
+"""The DFlash block-diffusion drafter: context features in, one block of tokens out, in one pass.
+
+Knows the published weight names and the formulas of the DFlash paper's drafter. Must not know any
+target architecture, files, or what happens to its drafts.
+
+Shapes: B batch, L block positions, S context length, H query heads, K key-value heads, D head size,
+E hidden size, F feature size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from einops import rearrange
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.rope_utils import initialize_rope
+
+from ..errors import GenerationError, IncompatibleModelsError
+from .config import DFlashConfig
+from .protocol import Proposal
+
+if TYPE_CHECKING:
+    from ..target import LoadedTargetModel
+
+Attend = Callable[[mx.array, mx.array, mx.array], mx.array]
+"""Attention of a block: ``(queries_BHLD, keys_BKLD, values_BKLD) -> out_BHLD``.
+
+Keys and values are the block's own; the callable adds the context's. Decoding has one block over a
+cache, training has many over shared contexts, and the layers need not know which.
+"""
+
+
+class Attention(nn.Module):
+    """Attention with normalised queries and keys, as in Qwen3; the context enters by keys and values only."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        size, head_dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(size, self.heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(size, self.kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(size, self.kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * head_dim, size, bias=False)
+        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.rope = initialize_rope(
+            head_dim,
+            config.rope_theta,
+            traditional=False,
+            scaling_config=config.rope_scaling,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+
+    def keys_values(self, hidden_BLE: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values, each ``[B, K, L, D]``, of positions ``offset ..`` (one offset, or one a row)."""
+        keys_BKLD = rearrange(self.k_proj(hidden_BLE), "B L (K D) -> B K L D", K=self.kv_heads)
+        values_BKLD = rearrange(self.v_proj(hidden_BLE), "B L (K D) -> B K L D", K=self.kv_heads)
+        return self.rope(self.k_norm(keys_BKLD), offset=offset), values_BKLD
+
+    def __call__(self, x_BLE: mx.array, offset: int | mx.array, attend: Attend) -> mx.array:
+        queries_BHLD = rearrange(self.q_proj(x_BLE), "B L (H D) -> B H L D", H=self.heads)
+        queries_BHLD = self.rope(self.q_norm(queries_BHLD), offset=offset)
+        out_BHLD = attend(queries_BHLD, *self.keys_values(x_BLE, offset))
+        return self.o_proj(rearrange(out_BHLD, "B H L D -> B L (H D)"))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One pre-norm transformer layer of the drafter."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x_BLE: mx.array, offset: int | mx.array, attend: Attend) -> mx.array:
+        x_BLE = x_BLE + self.self_attn(self.input_layernorm(x_BLE), offset, attend)
+        return x_BLE + self.mlp(self.post_attention_layernorm(x_BLE))
+
+
+class ContextCache:
+    """Context keys and values of every drafter layer, computed once per committed token.
+
+    ``layers`` are mlx-lm caches, so their arrays grow in place. A block borrows the slots behind the
+    context while it is attended to and gives them back at once: ``offset`` never counts block positions.
+    """
+
+    def __init__(self, num_layers: int):
+        self.layers = [KVCache() for _ in range(num_layers)]
+
+    @property
+    def offset(self) -> int:
+        """Context tokens held."""
+        return self.layers[0].offset
+
+    @property
+    def state(self) -> list[Any]:
+        """The arrays held, for ``mx.eval``."""
+        return [layer.state for layer in self.layers]
+
+
+class DFlashDraftModel(nn.Module):
+    """A DFlash drafter; follows the :class:`~dflash.drafters.protocol.Drafter` protocol once bound to a target.
+
+    Weight names are those of published checkpoints. Embedding and head are the target's.
+    """
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.config = config
+        feature_size = len(config.target_layer_ids) * config.hidden_size
+        self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = [DraftLayer(config) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def block_size(self) -> int:
+        """Positions per block, the anchor included."""
+        return self.config.block_size
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Target layers whose outputs are the features, 0-based."""
+        return self.config.target_layer_ids
+
+    def bind(self, target: "LoadedTargetModel") -> None:
+        """Share the embedding and head of ``target``.
+
+        Raises :class:`~dflash.errors.IncompatibleModelsError` where hidden size, vocabulary or number of
+        layers differ from what the drafter was trained for.
+        """
+        for what, mine, theirs in (
+            ("hidden_size", self.config.hidden_size, target.hidden_size),
+            ("vocab_size", self.config.vocab_size, target.vocab_size),
+            ("number of target layers", self.config.num_target_layers, target.num_layers),
+        ):
+            if mine is not None and mine != theirs:
+                raise IncompatibleModelsError(
+                    f"The drafter was made for a target with {what} {mine}, this target has {theirs}. "
+                    "Use the drafter that was trained for this target."
+                )
+        self.config.check_layer_ids(target.num_layers)
+        self._target = target
+
+    def embed(self, tokens_BL: mx.array) -> mx.array:
+        """Target embeddings ``[B, L, E]``, scaled as the drafter was trained."""
+        embeddings_BLE = self._target.embed(tokens_BL)
+        scale = self.config.input_embedding_scale
+        return embeddings_BLE if scale == 1.0 else embeddings_BLE * scale
+
+    def head(self, hidden_BLE: mx.array) -> mx.array:
+        """Logits ``[B, L, V]`` by the target's head, with the drafter's own multiplier and soft cap."""
+        logits_BLV = self._target.head(hidden_BLE)
+        multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
+        if multiplier != 1.0:
+            logits_BLV = logits_BLV * multiplier
+        return logits_BLV if cap is None else cap * mx.tanh(logits_BLV / cap)
+
+    def context(self, features_BSF: mx.array) -> mx.array:
+        """What every layer sees of committed tokens, ``[B, S, E]``, from target features."""
+        return self.hidden_norm(self.fc(features_BSF))
+
+    def block_inputs(self, anchors_B: mx.array) -> mx.array:
+        """Embeddings ``[B, block_size, E]`` of blocks ``[anchor, mask, ..., mask]``."""
+        masks = mx.full((anchors_B.size, self.block_size - 1), self.config.mask_token_id, anchors_B.dtype)
+        return self.embed(mx.concatenate([anchors_B[:, None], masks], axis=1))
+
+    def __call__(self, x_BLE: mx.array, offset: int | mx.array, attends: Sequence[Attend]) -> mx.array:
+        """Final hidden states ``[B, L, E]`` of blocks whose anchors sit at ``offset`` (one, or one a row)."""
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x_BLE = layer(x_BLE, offset, attend)
+        return self.norm(x_BLE)
+
+    def make_cache(self) -> ContextCache:
+        """A new, empty context cache."""
+        return ContextCache(self.config.num_hidden_layers)
+
+    def extend_context(self, features: mx.array, cache: ContextCache, tokens: mx.array) -> None:
+        """Append committed tokens, known to the drafter only by their ``features [1, S, F]``."""
+        context_BSE, offset = self.context(features), cache.offset
+        for layer, kv in zip(self.layers, cache.layers, strict=True):
+            kv.update_and_fetch(*layer.self_attn.keys_values(context_BSE, offset))
+
+    def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
+        """Fill the block behind ``anchor [1, 1]`` and return its first ``length`` tokens, greedily.
+
+        The block is always ``block_size`` wide, as in training: how many tokens are used does not change
+        what they are.
+        """
+        if not 1 <= length < self.block_size:
+            raise GenerationError(
+                f"A block of {self.block_size} drafts 1 to {self.block_size - 1} tokens, not {length}."
+            )
+        attends = [self._attend_cached(i, kv) for i, kv in enumerate(cache.layers)]
+        hidden = self(self.block_inputs(anchor.reshape(1)), cache.offset, attends)
+        logits = self.head(hidden[:, 1 : length + 1])
+        return Proposal(mx.argmax(logits, axis=-1), logits)
+
+    def _attend_cached(self, layer: int, kv: KVCache) -> Attend:
+        """Attention of one block to the cached context and itself."""
+        config = self.config
+
+        def attend(queries_BHLD: mx.array, keys_BKLD: mx.array, values_BKLD: mx.array) -> mx.array:
+            context, length = kv.offset, keys_BKLD.shape[2]
+            mask = block_mask(context, length, config.window(layer), config.causal_in_block(layer))
+            keys, values = kv.update_and_fetch(keys_BKLD, values_BKLD)
+            kv.trim(length)
+            scale = queries_BHLD.shape[-1] ** -0.5
+            return mx.fast.scaled_dot_product_attention(queries_BHLD, keys, values, scale=scale, mask=mask)
+
+        return attend
+
+
+def block_mask(context: int, length: int, window: int | None, causal: bool) -> mx.array | None:
+    """What block positions see: boolean ``[length, context + length]``, or ``None`` for everything.
+
+    The query at absolute position ``t`` sees context positions ``> t - window``, and in its own block all
+    positions, or only those up to itself where ``causal``.
+    """
+    if not causal and (window is None or context + length <= window):
+        return None
+    positions = mx.arange(context + length)
+    queries = positions[context:, None]
+    in_block = positions[None] >= context
+    seen_context = True if window is None else positions[None] > queries - window
+    seen_block = positions[None] <= queries if causal else True
+    return mx.where(in_block, seen_block, seen_context)

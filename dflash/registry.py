@@ -1,0 +1,106 @@
+"""What other packages add by name: adapters, drafters, objectives, rules, samplers, callbacks.
+
+Knows names, entry points and plug-in modules. Must not know what the registered things do.
+"""
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from .errors import DFlashError, did_you_mean, one_line
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Registry(Generic[T]):
+    """Named things of one sort, ours and those that other packages announce.
+
+    Args:
+        what: The sort, as messages call it: ``"adapter"``.
+        group: The entry-point group of other packages: a module that registers when imported, or the thing
+            itself under the name of the entry point.
+    """
+
+    def __init__(self, what: str, group: str):
+        self.what, self.group = what, group
+        self._known: dict[str, T] = {}
+        self._broken: dict[str, str] = {}
+        self._loaded = False
+
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Decorator: known under each of ``names`` from now on. Raises ``TypeError`` without a name."""
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise TypeError(f'Name the {self.what} when you register it: @register_...("my_name").')
+
+        def register(thing: T) -> T:
+            self._known.update(dict.fromkeys(names, thing))
+            return thing
+
+        return register
+
+    def load_entry_points(self) -> None:
+        """Import what other packages announce, once. A broken package is a warning here, an error where needed."""
+        if self._loaded:
+            return
+        self._loaded = True
+        for entry in entry_points(group=self.group):
+            try:
+                loaded = entry.load()
+            except Exception as error:  # another package's code: anything can happen
+                reason = f"{type(error).__name__}: {one_line(error)}"
+                self._broken[entry.name] = (
+                    f"The {self.what} {entry.name!r} ({entry.value}) of another package cannot be loaded: {reason}. "
+                    "Repair or uninstall that package."
+                )
+                logger.warning("%s", self._broken[entry.name])
+                continue
+            if not isinstance(loaded, type(importlib)):
+                self._known.setdefault(entry.name, loaded)
+
+    def all(self) -> dict[str, T]:
+        """Everything known, sorted by name."""
+        self.load_entry_points()
+        return dict(sorted(self._known.items()))
+
+    def find(self, name: str) -> T | None:
+        """What is registered as ``name``, or ``None``. Raises :class:`DFlashError` for a broken package's."""
+        self.load_entry_points()
+        if name in self._known:
+            return self._known[name]
+        if name in self._broken:
+            raise DFlashError(self._broken[name])
+        return None
+
+    def get(self, name: str) -> T:
+        """What is registered as ``name``. Raises :class:`DFlashError` where nothing is, with the nearest name."""
+        found = self.find(name)
+        if found is None:
+            raise DFlashError(f"Unknown {self.what} {name!r}; {did_you_mean(name, self.all())}")
+        return found
+
+
+def load_plugin(plugin: str | Path) -> Any:
+    """Import a plug-in, which registers what it adds: a ``.py`` file, or a module's dotted name.
+
+    Raises :class:`DFlashError` if it is not there or fails.
+    """
+    path = Path(plugin)
+    try:
+        if path.suffix != ".py":
+            return importlib.import_module(str(plugin))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+        spec.loader.exec_module(module)
+    except Exception as error:  # the plug-in's own code
+        raise DFlashError(f"Cannot load the plug-in {plugin}: {type(error).__name__}: {one_line(error)}") from error
+    return module

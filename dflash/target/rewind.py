@@ -1,0 +1,173 @@
+"""Bring a target's caches back to the committed context after a block, exactly.
+
+Knows mlx-lm's cache classes, one rule each: most can drop their newest entries; a recurrent state cannot, so
+the layer that keeps it runs again on the accepted tokens, from the state before the block. Must not know
+models, drafters or why tokens were rejected.
+
+"Exactly" means: every array that the cache hands to its layer afterwards equals that of a cache which
+never saw the rejected tokens.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from ..errors import GenerationError, IncompatibleModelsError
+from .caches import KeptWindowCache
+from .replay import REMEMBERED, Recorder
+
+# --- caches that can drop their newest entries ---------------------------------------------------------
+
+
+def _trim(cache: Any, rejected: int) -> None:
+    """Entries past ``offset`` are never read and are overwritten by the next update."""
+    cache.trim(rejected)
+
+
+def _drop_concatenated(cache: ConcatenateKVCache, rejected: int) -> None:
+    """``trim`` of this class moves only ``offset``; its next update would append behind stale entries."""
+    kept = cache.offset - rejected
+    assert cache.keys is not None
+    assert cache.values is not None
+    cache.state = cache.keys[..., :kept, :], cache.values[..., :kept, :]
+
+
+def _drop_newest(cache: RotatingKVCache, rejected: int) -> None:
+    """After an update of several tokens the window lies in time order with the block at its end.
+
+    The update kept ``max_size - 1`` entries before the block, so a full window remains. A block of one
+    token is written in place, but rejects nothing.
+    """
+    assert cache.keys is not None
+    assert cache.values is not None
+    held = cache.keys.shape[2]
+    if cache._idx != held or held - rejected < min(cache.offset - rejected, cache.max_size):
+        raise RuntimeError("A RotatingKVCache can only be rewound within its last update of several tokens.")
+    cache.keys, cache.values = cache.keys[..., :-rejected, :], cache.values[..., :-rejected, :]
+    cache.offset -= rejected
+    cache._idx -= rejected
+
+
+def _each_member(cache: CacheList, rejected: int) -> None:
+    """Every member by its own rule."""
+    for member in cache.caches:
+        _RULES[type(member)](member, rejected)
+
+
+_RULES: dict[type, Callable[[Any, int], None]] = {
+    KVCache: _trim,
+    QuantizedKVCache: _trim,
+    ChunkedKVCache: _trim,  # its front moves by whole blocks and never past the block being verified
+    ConcatenateKVCache: _drop_concatenated,
+    RotatingKVCache: _drop_newest,
+    KeptWindowCache: _drop_newest,
+    CacheList: _each_member,
+}
+
+# --- a target's caches ---------------------------------------------------------------------------------
+
+
+class TargetCache(list[Any]):
+    """A target's caches, one a layer as mlx-lm makes them, that can be rewound.
+
+    Raises :class:`~dflash.errors.IncompatibleModelsError` if one of them cannot be.
+    """
+
+    def __init__(self, caches: Iterable[Any]):
+        super().__init__(caches)
+        check_rewindable(self)
+        self._replayed = {id(cache): cache for cache in self if _needs_replay(cache)}
+        self._recorder: Recorder | None = None
+        self._seen = 0
+
+    @property
+    def offset(self) -> int:
+        """Tokens held."""
+        return next((offset for c in self if (offset := _offset(c)) is not None), self._seen)
+
+    def expect(self, length: int, rewindable: bool = True) -> Recorder | None:
+        """Announce a pass of ``length`` tokens; the recorder that the pass must show its layers' calls, if any.
+
+        A pass that will not be rewound (a prompt) records nothing, so that it keeps no memory.
+        """
+        self._seen = self.offset + length
+        record = rewindable and length > 1 and self._replayed
+        self._recorder = Recorder(length, self._replayed) if record else None
+        return self._recorder
+
+    def rewind(self, length: int) -> None:
+        """Keep the first ``length`` tokens; only tokens of the last pass may go.
+
+        Raises :class:`~dflash.errors.GenerationError` if fewer tokens are held, or that pass was not recorded or
+        was shorter than what would go.
+        """
+        rejected = self.offset - length
+        if length < 0 or rejected < 0:
+            raise GenerationError(f"Cannot rewind to {length} tokens: the cache holds {self.offset}.")
+        if rejected == 0:
+            return
+        calls = {} if self._recorder is None else self._recorder.calls
+        kept = 0 if self._recorder is None else self._recorder.length - rejected
+        missing = next((i for i, c in enumerate(self) if id(c) in self._replayed and id(c) not in calls), None)
+        if missing is not None or kept < 0:
+            raise GenerationError(
+                f"Cannot forget {rejected} tokens: layer {missing or 0} keeps a {type(self[missing or 0]).__name__}, "
+                "which can only be rewound within the last pass of forward_with_hidden_states."
+            )
+        self._seen = length
+        for cache in self:
+            if id(cache) in calls:
+                calls[id(cache)].replay(kept)
+            else:
+                _RULES[type(cache)](cache, rejected)
+        self._recorder = None
+
+
+def _members(cache: Any) -> Sequence[Any]:
+    return cache.caches if isinstance(cache, CacheList) else [cache]
+
+
+def _needs_replay(cache: Any) -> bool:
+    return any(type(member) is ArraysCache for member in _members(cache))
+
+
+def _offset(cache: Any) -> int | None:
+    return next((c.offset for c in _members(cache) if hasattr(c, "offset")), None)
+
+
+def _rule(cache: Any) -> str | None:
+    known: Iterable[type] = REMEMBERED if _needs_replay(cache) else _RULES
+    if not all(type(member) in known for member in _members(cache)):
+        return None
+    return "replay" if _needs_replay(cache) else _RULES[type(cache)].__name__.lstrip("_")
+
+
+def cache_name(cache: Any) -> str:
+    """Class name of a cache, with its members' if it is a list of caches."""
+    if isinstance(cache, CacheList):
+        return f"CacheList({', '.join(type(c).__name__ for c in cache.caches)})"
+    return type(cache).__name__
+
+
+def describe(caches: Sequence[Any]) -> list[tuple[str, str | None]]:
+    """Class name of each layer's cache with the name of its rewind rule, ``None`` where there is none."""
+    return [(cache_name(cache), _rule(cache)) for cache in caches]
+
+
+def check_rewindable(caches: Sequence[Any]) -> None:
+    """Raise :class:`~dflash.errors.IncompatibleModelsError`, naming the layer, if a cache has no exact rewind."""
+    for layer, (name, rule) in enumerate(describe(caches)):
+        if rule is None:
+            raise IncompatibleModelsError(
+                f"Layer {layer} keeps a {name}, for which no exact rewind is known; "
+                f"supported: {', '.join(sorted({c.__name__ for c in (*_RULES, *REMEMBERED)}))}."
+            )

@@ -1,0 +1,151 @@
+"""The package against the NumPy reference: the same drafts, the same acceptance, the same tokens.
+
+Random drafters are rarely right, so vocabularies are tiny here: a draft is right by accident often enough
+for blocks of many lengths, and each test checks that they occurred.
+"""
+
+from dataclasses import asdict
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support import reference
+from support.models import HIDDEN, qwen3_model, random_drafter
+
+from dflash import DFlashConfig, DFlashSpeculativeDecoder, LoadedTargetModel
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def numpy_weights(model) -> dict[str, np.ndarray]:
+    return {name: np.array(w).astype(np.float64) for name, w in tree_flatten(model.parameters())}
+
+
+def flat(config: DFlashConfig) -> dict:
+    return asdict(config)
+
+
+def pair(seed: int, vocab: int, target_changes=None, **draft_changes):
+    """The same target and drafter twice: for the package and for the reference."""
+    model = qwen3_model(seed, vocab, tied=seed % 2 == 0, **(target_changes or {}))
+    target, drafter = LoadedTargetModel(model), random_drafter(seed, vocab, **draft_changes)
+    drafter.bind(target)
+    dense_target = reference.DenseTarget(numpy_weights(model), asdict(model.args))
+    dense_drafter = reference.DenseDrafter(numpy_weights(drafter), flat(drafter.config), dense_target)
+    return target, drafter, dense_target, dense_drafter
+
+
+def prompt_of(length: int, vocab: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, vocab, length).tolist()
+
+
+VARIANTS = {
+    "full": {},
+    "sliding": {"layer_types": (SLIDING, SLIDING), "sliding_window": 6},
+    "mixed": {"layer_types": (SLIDING, FULL), "sliding_window": 9},
+    "window shorter than the block": {"layer_types": (FULL, SLIDING), "sliding_window": 3},
+    "window longer than the text": {"layer_types": (SLIDING, SLIDING), "sliding_window": 400},
+    "causal full": {"is_causal": True},
+    "bidirectional sliding": {"is_causal": False, "layer_types": (SLIDING, SLIDING), "sliding_window": 6},
+    "one head of keys": {"num_key_value_heads": 1, "head_dim": 16},
+    "ungrouped": {"num_key_value_heads": 4, "head_dim": 8},
+    "logit options": {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 4.0},
+    "rope linear": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    "rope llama3": {"rope_scaling": LLAMA3},
+    "one layer, features out of order": {"num_hidden_layers": 1, "target_layer_ids": (3, 0), "layer_types": ()},
+}
+
+
+@pytest.mark.parametrize("context", [1, 2, 7, 16, 45])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_draft_logits_follow_the_formulas_at_any_context_length(variant, context):
+    """Through the caches: the context arrives in uneven pieces, with proposals in between."""
+    target, drafter, dense_target, dense_drafter = pair(1, 24, **VARIANTS[variant])
+    tokens = prompt_of(context, 24)
+    outputs = dense_target(tokens)[1]
+    features = np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
+
+    caches, cache = target.make_cache(), drafter.make_cache()
+    for start, stop in zip([0, 1, 4, 5, 20], [1, 4, 5, 20, 99], strict=True):
+        piece = mx.array([tokens[start:stop]])
+        if piece.size:
+            _, piece_features = target.forward_with_hidden_states(piece, caches, drafter.target_layer_ids)
+            drafter.extend_context(piece_features, cache, piece)
+            drafter.propose(mx.array([[3]]), 2, cache)  # must leave no trace
+    assert cache.offset == context
+    length = drafter.block_size - 1
+    proposal = drafter.propose(mx.array([[5]]), length, cache)
+    expected = dense_drafter.logits(features, 5)
+    np.testing.assert_allclose(np.array(proposal.logits[0]), expected, atol=1e-4, rtol=1e-4)
+    assert proposal.tokens.shape == (1, length)
+    short = drafter.propose(mx.array([[5]]), 2, cache)
+    np.testing.assert_allclose(np.array(short.logits[0]), expected[:2], atol=1e-4, rtol=1e-4)
+
+
+def test_variants_differ_so_that_the_comparison_can_tell_them_apart():
+    drafts = {}
+    for name in ("full", "sliding", "causal full", "bidirectional sliding", "rope linear", "rope llama3"):
+        _, drafter, dense_target, dense_drafter = pair(1, 24, **VARIANTS[name])
+        outputs = dense_target(prompt_of(45, 24))[1]
+        features = np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
+        drafts[name] = dense_drafter.logits(features, 5)
+    names = list(drafts)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            assert np.abs(drafts[a] - drafts[b]).max() > 0.05, (a, b)
+
+
+@pytest.mark.parametrize("kind", ["plain", "llama3"])
+def test_target_features_and_logits_follow_the_formulas(kind):
+    changes = {} if kind == "plain" else {"rope_scaling": LLAMA3}
+    target, _, dense_target, _ = pair(2, 24, target_changes=changes)
+    tokens = prompt_of(40, 24)
+    logits, features = target.forward_with_hidden_states(mx.array([tokens]), None, (2, 0, 3))
+    expected_logits, outputs = dense_target(tokens)
+    np.testing.assert_allclose(np.array(logits[0]), expected_logits, atol=2e-4, rtol=1e-4)
+    expected = np.concatenate([outputs[i] for i in (2, 0, 3)], axis=-1)
+    np.testing.assert_allclose(np.array(features[0]), expected, atol=2e-4, rtol=1e-4)
+    assert features.shape[-1] == 3 * HIDDEN
+
+
+DECODING = [
+    # variant, drafter's block, decoder's block, prompt, seed (target_tokens for blocks of many lengths, no near ties)
+    ("full", 8, 8, 1, 7),
+    ("full", 16, 16, 40, 20),
+    ("full", 8, 5, 13, 13),
+    ("sliding", 8, 8, 17, 9),
+    ("sliding", 16, 16, 1, 7),
+    ("mixed", 12, 12, 33, 34),
+    ("window shorter than the block", 16, 16, 24, 8),
+    ("bidirectional sliding", 8, 8, 5, 34),
+    ("causal full", 4, 4, 9, 29),
+    ("logit options", 8, 8, 20, 13),
+    ("rope llama3", 16, 6, 7, 24),
+    ("one layer, features out of order", 10, 10, 11, 23),
+]
+
+
+@pytest.mark.parametrize(("variant", "trained", "used", "prompt", "seed"), DECODING)
+def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, trained, used, prompt, seed):
+    target, drafter, dense_target, dense_drafter = pair(seed, 4, **(VARIANTS[variant] | {"block_size": trained}))
+    tokens, count = prompt_of(prompt, 4), 64
+    expected = reference.decode(dense_target, dense_drafter, tokens, count, used)
+    assert max(expected.accepted) > 2, "drafts are never right; the comparison means nothing"
+    assert len(expected.accepted) > 5, "drafts are always right; the comparison means nothing"
+    assert len(set(expected.accepted)) > 2
+    assert expected.lead > 2e-4, "a near tie: float32 may fall on its other side"
+
+    steps: list[list[int]] = []
+    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=used)
+    ids = decoder.spec_generate(mx.array([tokens]), count, stream_callback=steps.append)
+    assert ids[0, prompt:].tolist() == expected.tokens
+    assert len(steps[0]) == 1, "the prompt's own pass commits one token"
+    assert [len(step) for step in steps[1:]] == expected.accepted

@@ -1,0 +1,215 @@
+"""DFlash once more, from the formulas alone: dense, slow, float64, NumPy only.
+
+Knows published weight names and the design's sections on the drafter and on decoding. Shares no code with
+the package: no caches, no chunks, no MLX. Every block starts from token ids and computes everything again.
+
+Shapes: L length, S context length, H query heads, K key-value heads, D head size, E hidden size,
+F feature size, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Weights = Mapping[str, np.ndarray]
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping | None) -> np.ndarray:
+    """Radians a position for each pair of a head: plain, ``linear`` or ``llama3`` as Meta published it."""
+    inverse = np.array([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)])
+    kind = (scaling or {}).get("rope_type", "default")
+    if kind == "linear":
+        return inverse / scaling["factor"]
+    if kind == "llama3":
+        low, high, length = (
+            scaling[n] for n in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        )
+        return np.array([_llama3(w, scaling["factor"], low, high, length) for w in inverse])
+    assert kind == "default", kind
+    return inverse
+
+
+def _llama3(inverse: float, factor: float, low: float, high: float, length: int) -> float:
+    wavelength = 2 * math.pi / inverse
+    if wavelength < length / high:
+        return inverse
+    if wavelength > length / low:
+        return inverse / factor
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * inverse / factor + smooth * inverse
+
+
+def rope(x_LD: np.ndarray, positions: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+    """Rotate the pairs ``(x[i], x[i + D/2])``, the layout of published checkpoints."""
+    angles = positions[:, None] * inverse[None]
+    first, second = np.split(x_LD, 2, axis=-1)
+    return np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), first * np.sin(angles) + second * np.cos(angles)], axis=-1
+    )
+
+
+def attend(q_LD: np.ndarray, k_SD: np.ndarray, v_SD: np.ndarray, seen_LS: np.ndarray) -> np.ndarray:
+    scores = np.where(seen_LS, q_LD @ k_SD.T / math.sqrt(q_LD.shape[-1]), -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True) @ v_SD
+
+
+@dataclass
+class Layer:
+    """One pre-norm layer by its published names under ``prefix``."""
+
+    weights: Weights
+    prefix: str
+    heads: int
+    kv_heads: int
+    eps: float
+    inverse: np.ndarray
+
+    def matrix(self, name: str) -> np.ndarray:
+        return self.weights[f"{self.prefix}.{name}.weight"]
+
+    def normed(self, name: str, x: np.ndarray) -> np.ndarray:
+        return rms_norm(x, self.matrix(name), self.eps)
+
+    def project(self, name: str, x_LE: np.ndarray, heads: int) -> np.ndarray:
+        """``[heads, L, D]``."""
+        y = x_LE @ self.matrix(f"self_attn.{name}_proj").T
+        return np.stack(np.split(y, heads, axis=-1))
+
+    def queries(self, y_LE: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        q = self.normed("self_attn.q_norm", self.project("q", y_LE, self.heads))
+        return np.stack([rope(head, positions, self.inverse) for head in q])
+
+    def keys_values(self, y_LE: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        k = self.normed("self_attn.k_norm", self.project("k", y_LE, self.kv_heads))
+        return np.stack([rope(head, positions, self.inverse) for head in k]), self.project("v", y_LE, self.kv_heads)
+
+    def attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen_LS: np.ndarray) -> np.ndarray:
+        group = self.heads // self.kv_heads  # consecutive query heads share one key-value head
+        out = [attend(q[h], k[h // group], v[h // group], seen_LS) for h in range(self.heads)]
+        return np.concatenate(out, axis=-1) @ self.matrix("self_attn.o_proj").T
+
+    def mlp(self, x: np.ndarray) -> np.ndarray:
+        y = self.normed("post_attention_layernorm", x)
+        gate, up = y @ self.matrix("mlp.gate_proj").T, y @ self.matrix("mlp.up_proj").T
+        return (silu(gate) * up) @ self.matrix("mlp.down_proj").T
+
+
+class DenseTarget:
+    """A dense Qwen3 by its published weight names; ``config`` is its ``config.json`` as a dict."""
+
+    def __init__(self, weights: Weights, config: Mapping):
+        self.weights, self.config, self.eps = weights, config, config["rms_norm_eps"]
+        inverse = inverse_frequencies(config["head_dim"], config["rope_theta"], config.get("rope_scaling"))
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.layers = [
+            Layer(weights, f"model.layers.{i}", heads, kv_heads, self.eps, inverse)
+            for i in range(config["num_hidden_layers"])
+        ]
+
+    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        return self.weights["model.embed_tokens.weight"][list(tokens)]
+
+    def head(self, hidden: np.ndarray) -> np.ndarray:
+        return hidden @ self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]).T
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Logits ``[L, V]`` and the output ``[L, E]`` of every layer."""
+        x, positions, outputs = self.embed(tokens), np.arange(len(tokens)), []
+        seen = positions[None] <= positions[:, None]
+        for layer in self.layers:
+            y = layer.normed("input_layernorm", x)
+            x = x + layer.attention(layer.queries(y, positions), *layer.keys_values(y, positions), seen)
+            x = x + layer.mlp(x)
+            outputs.append(x)
+        return self.head(rms_norm(x, self.weights["model.norm.weight"], self.eps)), outputs
+
+
+class DenseDrafter:
+    """The drafter of design section 4; ``config`` is its published ``config.json`` as a flat dict."""
+
+    def __init__(self, weights: Weights, config: Mapping, target: DenseTarget):
+        self.weights, self.config, self.target, self.eps = weights, config, target, config["rms_norm_eps"]
+        inverse = inverse_frequencies(config["head_dim"], config["rope_theta"], config.get("rope_scaling"))
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.layers = [
+            Layer(weights, f"layers.{i}", heads, kv_heads, self.eps, inverse)
+            for i in range(config["num_hidden_layers"])
+        ]
+
+    def seen(self, layer: int, context: int) -> np.ndarray:
+        """``[block, context + block]``, spelled out one query and one key at a time."""
+        config, size = self.config, self.config["block_size"]
+        sliding = config["layer_types"][layer] == "sliding_attention"
+        causal = sliding if config["is_causal"] is None else config["is_causal"]
+        seen = np.zeros((size, context + size), bool)
+        for i in range(size):
+            t = context + i
+            for s in range(context + size):
+                if s < context:
+                    seen[i, s] = not sliding or s > t - config["sliding_window"]
+                else:
+                    seen[i, s] = not causal or s <= t
+        return seen
+
+    def logits(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
+        """``[block_size - 1, V]``: row ``i`` predicts the token ``i + 1`` places behind the anchor."""
+        config, size, context = self.config, self.config["block_size"], len(features_SF)
+        hidden = rms_norm(features_SF @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"], self.eps)
+        before, positions = np.arange(context), np.arange(context, context + size)
+        x = self.target.embed([anchor] + [config["mask_token_id"]] * (size - 1)) * config["input_embedding_scale"]
+        for i, layer in enumerate(self.layers):
+            y = layer.normed("input_layernorm", x)
+            context_k, context_v = layer.keys_values(hidden, before)
+            block_k, block_v = layer.keys_values(y, positions)
+            k, v = np.concatenate([context_k, block_k], axis=1), np.concatenate([context_v, block_v], axis=1)
+            x = x + layer.attention(layer.queries(y, positions), k, v, self.seen(i, context))
+            x = x + layer.mlp(x)
+        logits = self.target.head(rms_norm(x, self.weights["norm.weight"], self.eps))[1:] * config["output_multiplier"]
+        cap = config["final_logit_softcapping"]
+        return logits if cap is None else cap * np.tanh(logits / cap)
+
+
+@dataclass
+class Decoded:
+    """What a whole decoding run did; ``lead`` is the smallest lead of any choice over its runner-up."""
+
+    tokens: list[int]
+    accepted: list[int] = field(default_factory=list)
+    lead: float = math.inf
+
+    def sample_target(self, logits_LV: np.ndarray) -> list[int]:
+        best = np.sort(logits_LV, axis=-1)[:, -2:]
+        self.lead = min(self.lead, float((best[:, 1] - best[:, 0]).min()))
+        return logits_LV.argmax(axis=-1).tolist()
+
+
+def decode(
+    target: DenseTarget, drafter: DenseDrafter, prompt: Sequence[int], max_tokens: int, block_size: int
+) -> Decoded:
+    """Design section 5, greedily, recomputing everything for every block; ``tokens`` exclude the prompt."""
+    run = Decoded([])
+    run.tokens += run.sample_target(target(prompt)[0][-1:])
+    while len(run.tokens) < max_tokens:
+        committed = [*prompt, *run.tokens]
+        outputs = target(committed[:-1])[1]
+        features = np.concatenate([outputs[i] for i in drafter.config["target_layer_ids"]], axis=-1)
+        length = min(block_size, max_tokens - len(run.tokens)) - 1
+        drafts = run.sample_target(drafter.logits(features, committed[-1])[:length]) if length else []
+        target_tokens = run.sample_target(target(committed + drafts)[0][len(committed) - 1 :])
+        n = 0
+        while n < length and drafts[n] == target_tokens[n]:
+            n += 1
+        run.tokens += target_tokens[: n + 1]
+        run.accepted.append(n + 1)
+    return run

@@ -1,0 +1,397 @@
+"""``DFlashSpeculativeDecoder`` as its users meet it: text, streams, limits, errors and names.
+
+Most targets here are scripted (``models.writer``): they write a known text whatever they read, so that what
+should appear is known; the drafter is right as often as a test says.
+"""
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import BatchKVCache
+from support.models import (
+    TEXT_VOCAB,
+    ScriptedDrafter,
+    byte_tokenizer,
+    plain_greedy,
+    qwen3_model,
+    random_drafter,
+    target,
+    wrapped_tokenizer,
+    writer,
+)
+
+from dflash import DFlashError, DFlashSpeculativeDecoder, Drafter, LoadedTargetModel, Proposal
+from dflash.errors import GenerationError, IncompatibleModelsError
+
+PROMPT = [65, 66]
+TEXT = "naïve 日本 😀👩‍👩‍👧 text: stop here, and there"
+
+
+def token_decoder(**options) -> tuple[DFlashSpeculativeDecoder, list[int], list[int]]:
+    """Without tokenizer: a random LLaMA, its plain greedy text, a drafter that is right three times in four."""
+    prompt = [3, 1, 4]
+    expected, _ = plain_greedy(target("llama", 2).model, prompt, 40)
+    drafter = ScriptedDrafter(prompt + expected, 32, 0.75)
+    return DFlashSpeculativeDecoder(target("llama", 2).model, drafter, **options), prompt, expected
+
+
+# --- text -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["bpe", "naive"])
+@pytest.mark.parametrize("p", [0.0, 0.6, 1.0])
+def test_generate_is_a_string_and_streams_the_same_string(fast, p):
+    text = writer(TEXT, p=p, fast=fast).generate(PROMPT, max_tokens=200)
+    assert type(text) is str
+    assert text == TEXT
+    pieces = writer(TEXT, p=p, fast=fast).generate(PROMPT, max_tokens=200, stream=True)
+    assert isinstance(pieces, Iterator)
+    pieces = list(pieces)
+    assert len(pieces) > 1
+    assert "".join(pieces) == TEXT
+    assert all(type(piece) is str and piece for piece in pieces)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("fast", [True, False], ids=["bpe", "naive"])
+def test_streamed_pieces_hold_whole_characters(p, fast):
+    pieces = list(writer("😀é日👩‍👩‍👧" * 4, p=p, fast=fast).generate(PROMPT, max_tokens=300, stream=True))
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == "😀é日👩‍👩‍👧" * 4
+
+
+@given(
+    stops=st.lists(st.sampled_from(["stop", "stop here", "p h", "日", "😀", " te", "zzz", "e, and th"]), max_size=3),
+    p=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    block_size=st.integers(1, 16),
+)
+def test_stop_strings_cut_the_text_and_are_never_shown(stops, p, block_size):
+    expected = TEXT[: min([TEXT.find(s) for s in stops if s in TEXT], default=len(TEXT))]
+    decoder = writer(TEXT, p=p, block_size=block_size)
+    responses = list(decoder.stream_generate(PROMPT, 200, stop_strings=stops))
+    assert "".join(r.text for r in responses) == expected
+    assert [r.finish_reason for r in responses] == [None] * (len(responses) - 1) + ["stop"]
+
+
+def test_generation_ends_soon_after_a_stop_string():
+    responses = list(writer("stop" + "x" * 500, p=1.0).stream_generate(PROMPT, 500, stop_strings=["stop"]))
+    assert responses[-1].generation_tokens <= 17
+
+
+def test_a_stop_string_that_max_tokens_cuts_off_is_shown_as_far_as_it_came():
+    responses = list(writer("abcdef").stream_generate(PROMPT, 2, stop_strings=["bcdef"]))
+    assert responses[-1].finish_reason == "length"
+    assert "".join(r.text for r in responses) == "abc"  # "ab" is one token
+
+
+def test_the_stop_token_is_counted_and_not_shown():
+    responses = list(writer("done", p=1.0).stream_generate(PROMPT, 50))
+    assert "".join(r.text for r in responses) == "done"
+    assert [t for r in responses for t in r.tokens] == [*byte_tokenizer().encode("done"), byte_tokenizer().eos_token_id]
+    assert responses[-1].finish_reason == "stop"
+
+
+def test_a_text_prompt_goes_through_the_chat_template_unless_told_not_to():
+    tokenizer = wrapped_tokenizer()
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    raw = tokenizer.encode("hi")
+    assert chat != raw
+    for prompt_tokens, options in ((chat, {}), (raw, {"chat": False})):
+        decoder = writer("yes", prompt_tokens)
+        (first, *_) = decoder.stream_generate("hi", 10, **options)
+        assert first.prompt_tokens == len(prompt_tokens)
+        assert decoder.generate("hi", 10, **options) == "yes"
+
+
+def test_a_tokenizer_is_wrapped_once_however_it_comes():
+    raw = DFlashSpeculativeDecoder(qwen3_model(0, TEXT_VOCAB), ScriptedDrafter([], TEXT_VOCAB), byte_tokenizer())
+    loaded = LoadedTargetModel(qwen3_model(0, TEXT_VOCAB), wrapped_tokenizer())
+    assert type(raw.tokenizer) is type(DFlashSpeculativeDecoder(loaded, raw.draft_model).tokenizer)
+    assert raw.generate(PROMPT, 3) == DFlashSpeculativeDecoder(loaded, raw.draft_model).generate(PROMPT, 3)
+
+
+# --- responses --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "accepted"), [(1.0, [16, 16, 7]), (0.0, [1] * 39)])
+def test_responses_account_for_every_token(p, accepted):
+    responses = list(writer("x" * 39, p=p).stream_generate(PROMPT, 60))
+    assert [r.accepted for r in responses] == [0, *accepted]
+    assert responses[0].drafted == []
+    assert len(responses[0].tokens) == 1
+    total = 0
+    for response in responses:
+        total += len(response.tokens)
+        assert response.generation_tokens == total
+        assert len(response.target_tokens) == len(response.drafted) + 1
+        assert response.target_tokens[: len(response.tokens)] == response.tokens
+        assert response.prompt_tokens == 2
+        assert response.prompt_tps > 0
+        assert response.generation_tps > 0
+        assert response.peak_memory > 0
+    assert total == 40
+
+
+def test_no_tokens_asked_for_are_no_responses():
+    assert list(writer("abc").stream_generate(PROMPT, 0)) == []
+    assert writer("abc").generate(PROMPT, max_tokens=0) == ""
+    decoder, prompt, _ = token_decoder()
+    assert decoder.spec_generate(mx.array([prompt]), 0).tolist() == [prompt]
+
+
+# --- spec_generate ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [lambda p: mx.array([p]), lambda p: mx.array(p), lambda p: p])
+def test_spec_generate_gives_prompt_and_continuation(form):
+    decoder, prompt, expected = token_decoder()
+    steps: list[list[int]] = []
+    ids = decoder.spec_generate(form(prompt), 40, stream_callback=steps.append)
+    assert ids.shape == (1, 43)
+    assert ids.tolist() == [prompt + expected]
+    assert [t for step in steps for t in step] == expected
+    assert len(steps[0]) == 1
+    assert any(len(step) > 2 for step in steps)
+
+
+def test_spec_generate_takes_the_cache_options():
+    prompt, model = [3, 1, 4], target("qwen3", 2).model
+    expected, _ = plain_greedy(model, prompt, 40, max_kv_size=8)
+    assert expected != plain_greedy(model, prompt, 40)[0]
+    decoder = DFlashSpeculativeDecoder(model, ScriptedDrafter(prompt + expected, 32, 0.75))
+    assert decoder.spec_generate(prompt, 40, max_kv_size=8).tolist() == [prompt + expected]
+    with pytest.raises(GenerationError, match="kv_bits"):
+        decoder.spec_generate(prompt, 4, kv_bits=5)
+
+
+def test_spec_generate_ends_with_the_stop_token():
+    decoder, prompt, expected = token_decoder()
+    stop = expected[20]
+    end = expected.index(stop) + 1
+    ids = decoder.spec_generate(mx.array([prompt]), 40, stop_token_ids=[stop])
+    assert ids.tolist() == [prompt + expected[:end]]
+
+
+def test_spec_generate_stops_at_the_tokenizers_stop_token_unless_told_otherwise():
+    decoder = writer("ab")
+    eos = byte_tokenizer().eos_token_id
+    assert decoder.spec_generate(mx.array([PROMPT]), 30)[0, -1].item() == eos
+    assert decoder.spec_generate(mx.array([PROMPT]), 30).size < 10
+    assert decoder.spec_generate(mx.array([PROMPT]), 30, stop_token_ids=[]).size == 32
+
+
+def test_the_same_seed_samples_the_same_tokens_and_another_seed_others():
+    decoder, prompt, _ = token_decoder()
+
+    def sample(seed: int) -> list[int]:
+        mx.random.seed(seed)
+        return decoder.spec_generate(mx.array([prompt]), 30, temperature=1.5).tolist()
+
+    decoder.draft_model.p = 1.0  # the scripted drafter's own dice would differ between runs
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_text_is_sampled_with_top_p_and_top_k():
+    loaded = LoadedTargetModel(qwen3_model(2, TEXT_VOCAB), wrapped_tokenizer())
+    expected, _ = plain_greedy(loaded.model, PROMPT, 20)
+    decoder = DFlashSpeculativeDecoder(loaded, ScriptedDrafter(PROMPT + expected, TEXT_VOCAB, 0.8))
+
+    def tokens(**options) -> list[int]:
+        mx.random.seed(5)
+        return [t for r in decoder.stream_generate(PROMPT, 20, **options) for t in r.tokens]
+
+    greedy = tokens()
+    assert greedy == expected[: len(greedy)]
+    assert tokens(temperature=1.0, top_k=1) == greedy, "one candidate leaves no choice"
+    assert tokens(temperature=1.0, top_p=1e-6) == greedy
+    assert tokens(temperature=3.0) != greedy
+
+
+# --- requests that are refused ----------------------------------------------------------------------------
+
+
+def refused(error: pytest.ExceptionInfo, *words: str) -> None:
+    message = str(error.value)
+    assert isinstance(error.value, DFlashError)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+BAD_REQUESTS = {
+    "empty text": (("",), {}, ["prompt is empty"]),
+    "blank text": ((" \n",), {}, ["prompt is empty"]),
+    "no tokens": (([],), {}, ["prompt is empty"]),
+    "negative max_tokens": ((PROMPT, -1), {}, ["max_tokens", "at least 0", "-1"]),
+    "fractional max_tokens": ((PROMPT, 2.5), {}, ["max_tokens", "2.5"]),
+    "negative temperature": ((PROMPT, 5, -0.1), {}, ["temperature -0.1"]),
+    "temperature that is no number": ((PROMPT, 5, float("nan")), {}, ["temperature nan"]),
+    "temperature as a text": ((PROMPT, 5, "hot"), {}, ["temperature 'hot'"]),
+    "a list of texts": ((["a", "b"], 5), {}, ["text or token ids", "list"]),
+    "top_p above 1": ((PROMPT, 5), {"top_p": 1.5}, ["top_p 1.5"]),
+    "negative top_k": ((PROMPT, 5), {"top_k": -3}, ["top_k -3"]),
+    "batch of 2": ((mx.array([[1, 2], [3, 4]]), 5), {}, ["Batch size 2"]),
+    "three axes": ((mx.array([[[1, 2]]]), 5), {}, ["[1, length]"]),
+    "fractional tokens": ((mx.array([1.5]), 5), {}, ["token ids"]),
+    "token outside the vocabulary": (([1, TEXT_VOCAB], 5), {}, ["0 to 263"]),
+    "negative token": (([-1], 5), {}, ["0 to 263"]),
+    "one stop string": ((PROMPT, 5, 0.0, "abc"), {}, ["stop_strings", "['abc']"]),
+    "empty stop string": ((PROMPT, 5, 0.0, ["a", ""]), {}, ["stop_strings", "non-empty"]),
+    "too long": ((PROMPT, 99), {}, ["2 tokens", "max_tokens 99", "100 tokens"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_is_refused_at_once_in_one_telling_line(name):
+    arguments, options, words = BAD_REQUESTS[name]
+    decoder = writer("abc", max_seq_length=100)
+    for call in (decoder.stream_generate, decoder.generate):
+        with pytest.raises(GenerationError) as error:
+            call(*arguments, **options)  # nothing has to be taken from the iterator
+        refused(error, *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((mx.zeros((1, 0), mx.int32), 5), ["prompt is empty"]),
+        ((mx.array([[1, 2], [3, 4]]), 5), ["Batch size 2"]),
+        ((mx.array([[1, 2]]), -5), ["max_tokens", "-5"]),
+        ((mx.array([[1, 2]]), 5, -1.0), ["temperature -1.0"]),
+        ((mx.array([[1, 2]]), 99), ["2 tokens", "99", "100 tokens"]),
+        ((mx.array([[1, 32]]), 5), ["0 to 31"]),
+    ],
+)
+def test_spec_generate_refuses_the_same_requests(arguments, words):
+    decoder, _, _ = token_decoder(max_seq_length=100)
+    with pytest.raises(GenerationError) as error:
+        decoder.spec_generate(*arguments)
+    refused(error, *words)
+
+
+def test_the_longest_request_that_fits_is_served():
+    decoder, prompt, expected = token_decoder(max_seq_length=43)
+    assert decoder.spec_generate(prompt, 40).tolist() == [prompt + expected]
+    with pytest.raises(GenerationError):
+        decoder.spec_generate(prompt, 41)
+
+
+def test_the_models_own_limit_holds_below_max_seq_length():
+    decoder, prompt, _ = token_decoder(max_seq_length=8192)
+    assert decoder.max_seq_length == 512
+    with pytest.raises(GenerationError) as error:
+        decoder.spec_generate(prompt, 510)
+    refused(error, "3 tokens", "510", "512 tokens")
+
+
+def test_without_a_tokenizer_text_is_refused():
+    decoder, prompt, _ = token_decoder()
+    assert decoder.tokenizer is None
+    for request in ("text", prompt):
+        with pytest.raises(GenerationError) as error:
+            decoder.generate(request)
+        refused(error, "tokenizer", "spec_generate")
+
+
+@pytest.mark.parametrize("options", [{"block_size": 0}, {"block_size": -1}, {"max_seq_length": 0}, {"block_size": 2.0}])
+def test_impossible_sizes_are_refused(options):
+    with pytest.raises(GenerationError) as error:
+        token_decoder(**options)
+    refused(error, *options)
+
+
+def test_a_target_whose_cache_cannot_be_rewound_is_refused_before_the_first_token():
+    model = qwen3_model(0)
+    model.make_cache = lambda: [BatchKVCache([0]) for _ in model.layers]
+    with pytest.raises(IncompatibleModelsError) as error:
+        DFlashSpeculativeDecoder(model, ScriptedDrafter([], 32))
+    refused(error, "Layer 0", "BatchKVCache")
+
+
+def test_a_real_drafter_of_another_target_is_refused():
+    with pytest.raises(IncompatibleModelsError) as error:
+        DFlashSpeculativeDecoder(qwen3_model(0), random_drafter(0, vocab=40))
+    refused(error, "vocab_size 40", "32")
+
+
+# --- names and parts --------------------------------------------------------------------------------------
+
+
+def test_the_prototypes_attribute_names_hold():
+    model, drafter, tokenizer = qwen3_model(0, TEXT_VOCAB), random_drafter(0, TEXT_VOCAB), wrapped_tokenizer()
+    decoder = DFlashSpeculativeDecoder(model, drafter, tokenizer, block_size=16, max_seq_length=300)
+    assert decoder.target_model is model
+    assert isinstance(decoder.loaded_target, LoadedTargetModel)
+    assert decoder.loaded_target.model is model
+    assert decoder.draft_model is drafter
+    assert decoder.tokenizer is tokenizer
+    assert decoder.block_size == 8, "never more than the drafter was trained for"
+    assert decoder.max_seq_length == 300
+
+
+def test_a_loaded_target_keeps_its_parts_and_takes_those_given():
+    loaded = LoadedTargetModel(qwen3_model(0, TEXT_VOCAB), wrapped_tokenizer())
+    decoder = DFlashSpeculativeDecoder(loaded, ScriptedDrafter([], TEXT_VOCAB))
+    assert decoder.target_model is loaded.model
+    assert decoder.tokenizer is loaded.tokenizer
+    assert decoder.loaded_target.adapter is loaded.adapter
+    other = wrapped_tokenizer(fast=False)
+    replaced = DFlashSpeculativeDecoder(loaded, ScriptedDrafter([], TEXT_VOCAB), other)
+    assert replaced.tokenizer is other
+    assert replaced.target_model is loaded.model
+    assert loaded.tokenizer is not other
+
+
+class NgramDrafter:
+    """Proposes what followed the anchor's last occurrence: a drafter that shares nothing with DFlash's model."""
+
+    block_size = 6
+    target_layer_ids = ()
+
+    def bind(self, target):
+        self.vocab = target.vocab_size
+
+    def make_cache(self):
+        return SimpleNamespace(offset=0, tokens=[])
+
+    def extend_context(self, features, cache, tokens):
+        assert features.shape == (*tokens.shape, 0)
+        cache.tokens += tokens[0].tolist()
+        cache.offset = len(cache.tokens)
+
+    def propose(self, anchor, length, cache):
+        past = cache.tokens
+        at = max((i for i, token in enumerate(past) if token == anchor.item()), default=0)
+        guess = (past[at + 1 :] + [0] * length)[:length]
+        return Proposal(mx.array([guess]))
+
+
+def test_any_drafter_of_the_protocol_decodes_losslessly():
+    assert isinstance(NgramDrafter(), Drafter)
+    assert isinstance(random_drafter(0), Drafter)
+    prompt = [3, 1, 4]
+    expected, _ = plain_greedy(target("qwen3", 4).model, prompt, 40)
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 4), NgramDrafter())
+    steps: list[list[int]] = []
+    assert decoder.spec_generate(prompt, 40, stream_callback=steps.append).tolist() == [prompt + expected]
+    assert max(map(len, steps)) > 1, "repeating text is guessed at least once"
+    assert decoder.block_size == 6
+
+
+def test_two_generations_of_one_decoder_do_not_disturb_each_other():
+    decoder, prompt, expected = token_decoder()
+    tokenized = writer(TEXT, p=0.5)
+    first, second = (tokenized.generate(PROMPT, max_tokens=200, stream=True) for _ in range(2))
+    shown = ["", ""]
+    for pair in itertools.zip_longest(first, second, fillvalue=""):
+        shown = [text + piece for text, piece in zip(shown, pair, strict=True)]
+    assert shown == [TEXT, TEXT]
+    assert (
+        decoder.spec_generate(prompt, 40).tolist() == decoder.spec_generate(prompt, 40).tolist() == [prompt + expected]
+    )

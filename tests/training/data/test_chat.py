@@ -1,0 +1,149 @@
+"""Conversations as tokens: the mask is the responses, whatever a chat template does around them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.conversations import TINY, turns, with_template
+from support.models import STOP, byte_tokenizer, qwen3_model
+
+from dflash import LoadedTargetModel
+from dflash.errors import DataError
+from dflash.prompts import Conversation
+from dflash.training.data.chat import encode, request_tokens, response_spans
+
+
+def responses_of(conversation: Conversation, target: LoadedTargetModel, chat: bool = True, **switches) -> list[str]:
+    """Every run of response tokens, decoded."""
+    row = encode(conversation, target, chat, switches)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask.astype(int), [0]])))
+    return [byte_tokenizer().decode(row.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\ue000\ue001"), min_size=1, max_size=12)
+
+
+@settings(max_examples=25)
+@given(st.lists(TEXT, min_size=2, max_size=6))
+def test_the_mask_is_every_response_with_its_stop_token_and_nothing_else(target, contents):
+    talk = turns(*contents[: len(contents) // 2 * 2])
+    row = encode(talk, target, True, {})
+    assert row.tokens.tolist() == target.tokenizer.apply_chat_template(list(talk.messages))
+    expected = []
+    for message in talk.messages:
+        own = target.tokenizer.encode(f"<|im_start|>{message['role']}\n", add_special_tokens=False)
+        wrote = target.tokenizer.encode(message["content"] + STOP, add_special_tokens=False)
+        expected += [False] * len(own) + [message["role"] == "assistant"] * len(wrote) + [False]
+    if len(expected) == len(row.tokens):  # else a merge crosses a border
+        assert row.loss_mask.tolist() == expected
+
+
+def test_a_prompt_without_response_ends_where_the_target_begins(target):
+    row = encode(turns("Hi"), target, True, {})
+    assert row.loss_mask is None
+    assert row.tokens.tolist() == target.build_prompt("Hi")
+
+
+TURN = "<|im_start|>{{ m.role }}\n%s<|im_end|>\n"
+EACH = "{% for m in messages %}%s{% endfor %}"
+THINKING = EACH.replace(
+    "%s",
+    TURN % "{% set t = m.content.split('</think>') %}{% if m.role == 'assistant' and loop.last %}<think>\n"
+    "{{ t[0].split('<think>')[-1].strip() if t | length > 1 }}\n</think>\n\n{% endif %}{{ t[-1].lstrip('\n') }}",
+)
+
+
+def test_responses_are_found_where_a_template_trims_them():
+    trims = with_template(EACH.replace("%s", TURN % "{{ m.content | trim }}"))
+    assert responses_of(turns("q", " one ", "r", "two\n"), trims) == ["one" + STOP, "two" + STOP]
+
+
+def test_a_first_token_that_takes_in_a_space_of_the_template_is_of_the_response():
+    spaced = with_template(EACH.replace("%s", "[{{ m.role }}] {{ m.content }}"))
+    assert responses_of(turns("q", "two", "r", "one"), spaced) == [" two", "one"]  # " t" is one token, " o" is two
+
+
+def test_what_follows_a_response_belongs_to_it_only_if_it_is_a_stop_token():
+    lines = with_template(EACH.replace("%s", "{{ m.content }}\n"))
+    assert responses_of(turns("q", "one", "r", "two"), lines) == ["one", "two"]
+
+
+def test_responses_are_found_where_a_template_adds_and_drops_thoughts():
+    thinks = with_template(THINKING)
+    assert responses_of(turns("q", "one", "r", "two"), thinks) == ["one" + STOP, "two" + STOP]
+    thought = turns("q", "<think>\nhm\n</think>\n\none", "r", "<think>\nso\n</think>\n\ntwo")
+    assert responses_of(thought, thinks) == ["one" + STOP, "so\n</think>\n\ntwo" + STOP]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ m.content | upper }}",  # rewritten
+        "{{ m.content }}{{ m.content }}",  # repeated
+        "{{ m.content if loop.last or m.role == 'user' }}",  # left out
+    ],
+)
+def test_a_template_that_hides_or_rewrites_a_response_is_refused(content):
+    with pytest.raises(DataError, match=r"line 1: the target's chat template does not show the response in message 2"):
+        encode(turns("q", "one", "r", "two"), with_template(EACH.replace("%s", TURN % content)), True, {})
+
+
+def test_a_template_that_refuses_messages_is_quoted():
+    refuses = with_template("{{ raise_exception('roles must alternate') }}")
+    for talk in (turns("q"), turns("q", "a")):
+        with pytest.raises(DataError, match=r"line 1: the target's chat template refuses .* roles must alternate"):
+            encode(talk, refuses, True, {})
+
+
+def test_switches_reach_the_template():
+    speaks = with_template("{{ mood }}" + EACH.replace("%s", TURN % "{{ m.content }}"))
+    row = encode(turns("q", "a"), speaks, True, {"mood": "calm"})
+    assert byte_tokenizer().decode(row.tokens).startswith("calm<|im_start|>")
+    assert responses_of(turns("q", "a"), speaks, mood="a") == ["a" + STOP]
+
+
+def test_without_a_template_prompt_and_response_stand_as_they_are(target):
+    row = encode(turns("ab", "c\n"), target, False, {})
+    assert byte_tokenizer().decode(row.tokens) == "abc\n" + STOP
+    assert byte_tokenizer().decode(row.tokens[row.loss_mask]) == "c\n" + STOP
+    assert encode(turns("ab"), target, False, {}).tokens.tolist() == target.build_prompt("ab", chat=False)
+    with pytest.raises(DataError, match=r"only a prompt and one response .* not messages of user, assistant, user"):
+        encode(turns("a", "b", "c"), target, False, {})
+
+
+def test_a_tokenizer_without_character_offsets_is_refused_for_given_responses_only(target, monkeypatch):
+    monkeypatch.setattr(type(target.tokenizer._tokenizer), "is_fast", False)
+    assert encode(turns("q"), target, True, {}).loss_mask is None
+    with pytest.raises(DataError, match="does not say which characters"):
+        encode(turns("q", "a"), target, True, {})
+
+
+def test_the_tokenizer_of_a_larger_model_is_refused(target):
+    small = LoadedTargetModel(qwen3_model(1, vocab=100, **TINY), target.tokenizer)
+    with pytest.raises(DataError, match=r"line 1: the target knows tokens 0 to 99, .* give 260: .* another model"):
+        encode(turns("q"), small, True, {})
+    with pytest.raises(DataError, match=r"give none"):
+        encode(turns("q"), with_template(""), True, {})
+
+
+def test_spans_are_found_whatever_stands_around_them():
+    def render(messages):
+        return "|".join(m["content"] for m in messages)
+
+    talk = turns("b", "ab", "ab", "b|").messages
+    assert response_spans(render, talk, "b|ab|ab|b|") == [(2, 4), (8, 10)]
+
+
+def test_requests_are_the_tokens_that_decoding_begins_from(target):
+    talks = [turns("one"), turns("one", "two"), turns("one", "two", "three")]
+    rows = request_tokens(talks, target, True, {}, 5)
+    assert rows[0] == rows[1] == target.build_prompt("one")
+    assert rows[2] == target.adapter.chat_tokens(target.tokenizer, list(talks[2].messages))
+    assert request_tokens(talks[:1], target, False, {}, 5) == [target.build_prompt("one", chat=False)]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_tokenizer_of_another_model_is_refused(chat):
+    small = LoadedTargetModel(qwen3_model(1, 200, **TINY), byte_tokenizer())
+    with pytest.raises(DataError, match=r"knows tokens 0 to 199, .* the tokenizer of another model"):
+        encode(turns("caf\u00e9 \U0001f642", "b"), small, chat, {})

@@ -1,0 +1,310 @@
+"""Features cached on disk are those of the target: a run ends with the same weights, and bad caches are one line."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support.runs import write_dataset, write_recipe, write_target
+from typer.testing import CliRunner
+
+from dflash import LoadedTargetModel, cli
+from dflash.adapters.conformance import small_models as small
+from dflash.errors import DataError
+from dflash.files import write_json
+from dflash.training import features as fc
+from dflash.training.batches import Batches
+from dflash.training.data import dataset as shards
+from dflash.training.data.sequences import Sequences
+from dflash.training.drafters.init import new_drafter
+from dflash.training.drafters.loss import ObjectiveSettings
+from dflash.training.drafters.objective import batch_loss
+from dflash.training.loop.fit import FitSettings, fit
+from dflash.training.recipe import DataSettings, DrafterShape
+from dflash.training.train import with_target_pass
+
+LAYERS = (0, 2)
+SHAPE = DrafterShape(
+    num_hidden_layers=1, block_size=4, target_layer_ids=LAYERS, mask_token=30, intermediate_size=24,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+)  # fmt: skip
+
+
+def dataset(folder: Path, seed: int = 0, sizes: tuple[int, ...] = (5, 1, 6)) -> Sequences:
+    """Shards of sequences of 10 to 39 tokens, one of 60 in the first; the middle shard offers no anchor."""
+    rng, paths = np.random.default_rng(seed), []
+    for number, size in enumerate(sizes):
+        prompts = [rng.integers(1, 30, rng.integers(2, 9)).tolist() for _ in range(size)]
+        answers = [rng.integers(1, 30, rng.integers(8, 31)).tolist() if size > 1 else [7] for _ in range(size)]
+        if number == 0:
+            answers[1] = [3] * (60 - len(prompts[1]))
+        paths.append(shards.shard_path(folder, "train", number))
+        Sequences.from_lists(prompts, answers).save(paths[-1])
+    sequences = Sequences.load(*paths)
+    counts = {"shards": len(sizes), "sequences": len(sequences), "tokens": len(sequences.tokens)}
+    manifest = {"format": shards.FORMAT, "version": shards.VERSION, "target": f"t{seed}", "tokenizer": ""}
+    write_json(folder / shards.MANIFEST, manifest | {"splits": {"train": counts, "heldout": counts}})
+    return sequences
+
+
+def made(tmp_path: Path, name: str = "llama", with_hidden: bool = True, dtype=mx.float32) -> SimpleNamespace:
+    """A dataset, a target, and the target's features in ``tmp_path / "features"``."""
+    model = small.build(name)
+    model.set_dtype(dtype)
+    target = LoadedTargetModel(model)
+    sequences = dataset(tmp_path / "data")
+    data = DataSettings(tmp_path / "data", max_length=48, batch_tokens=96, anchors=3)
+    it = SimpleNamespace(target=target, data=data, sequences=sequences, folder=tmp_path / "features")
+    it.wanted = fc.describe(data, sequences, target, LAYERS, with_hidden)
+    it.write = lambda: fc.write_features(it.folder, data, sequences, target, it.wanted)
+    it.write()
+    it.batches = Batches(sequences, data, epochs=2)
+    return it
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --- the arrays -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["cross_entropy", "mix"])
+def test_a_run_ends_with_the_same_weights_with_and_without_the_cache(name, kind, tmp_path):
+    objective = ObjectiveSettings(kind)
+    with_hidden = objective.share_of_kl > 0
+    it, results = made(tmp_path, name, with_hidden), []
+    computed = with_target_pass(it.batches, it.target, LAYERS, with_hidden)
+    cached = fc.with_cached_features(it.batches, fc.CachedFeatures(it.folder, it.wanted))
+    for number, batch in enumerate((computed, cached)):
+        drafter = new_drafter(SHAPE, it.target)
+        loss = batch_loss(objective, it.target.head, mx.float32)
+        fit(drafter, batch, loss, FitSettings(steps=3), tmp_path / str(number))
+        results.append(dict(tree_flatten(drafter.parameters())))
+    for key, weight in results[0].items():
+        np.testing.assert_allclose(weight, results[1][key], rtol=1e-4, atol=2e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_cached_arrays_are_bit_for_bit_what_the_target_computed_in_its_dtype(dtype, tmp_path, monkeypatch):
+    passes, real = [], fc.target_pass
+
+    def recorded(target, tokens, *others):
+        passes.append((tokens, real(target, tokens, *others)))
+        return passes[-1][1]
+
+    monkeypatch.setattr(fc, "target_pass", recorded)
+    it = made(tmp_path, dtype=dtype)
+    computed = {tuple(t.tolist()): [a[i] for a in p.values()] for tokens, p in passes for i, t in enumerate(tokens)}
+    cached = fc.CachedFeatures(it.folder, it.wanted)
+    for number in it.batches.numbers.tolist():
+        start, length = it.sequences.starts[number], it.sequences.lengths[number]
+        tokens = it.sequences.tokens[start : start + length].tolist()
+        arrays = next(arrays for row, arrays in computed.items() if list(row[:length]) == tokens)
+        for found, expected in zip(cached.read(np.array([number])), arrays, strict=True):
+            assert found.dtype == expected.dtype == dtype
+            assert mx.array_equal(found[0], expected[: len(tokens)])
+
+
+def test_shorter_sequences_of_a_batch_are_followed_by_zeros(tmp_path):
+    it = made(tmp_path)
+    numbers = it.batches.numbers[:3]
+    lengths = it.sequences.lengths[numbers]
+    for array in fc.CachedFeatures(it.folder, it.wanted).read(numbers):
+        assert array.shape[:2] == (3, lengths.max())
+        for row, length in zip(array, lengths.tolist(), strict=True):
+            assert mx.abs(row[:length]).min(axis=0).sum() > 0
+            assert not row[length:].any()
+
+
+def test_only_what_can_be_trained_on_is_cached(tmp_path):
+    it = made(tmp_path, with_hidden=False)
+    names = [name for path in it.folder.glob("*.safetensors") for name in mx.load(str(path))]
+    assert sorted(names) == sorted(f"{number}.features" for number in it.batches.numbers)
+    assert len(names) == 12 - 2  # one is too long, one without an anchor
+
+
+def test_reading_a_batch_holds_that_batch_alone(tmp_path):
+    header = {f"{i}.features": ("F32", (100, 64)) for i in range(50)}
+    fc._stream_safetensors(tmp_path / "000000.safetensors", header, (mx.full((100, 64), i) * 1.0 for i in range(50)))
+    wanted = {"max_length": 100, "arrays": {"features": {"width": 64, "dtype": "F32"}}}
+    write_json(tmp_path / shards.MANIFEST, wanted | {"shards": [50]})
+    cached, size = fc.CachedFeatures(tmp_path, wanted), 100 * 64 * 4
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for number in range(50):
+        assert mx.array_equal(cached.read(np.array([number]))[0][0], mx.full((100, 64), number))
+    assert mx.get_active_memory() - before < size
+    assert mx.get_peak_memory() - before < 8 * size
+
+
+# --- writing --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_goes_on_with_the_missing_files_to_the_same_bytes(tmp_path, monkeypatch):
+    it = made(tmp_path)
+    whole = files(it.folder)
+    shutil.rmtree(it.folder)
+    calls, real = [], fc.target_pass
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(fc, "target_pass", killed)
+    with pytest.raises(KeyboardInterrupt):
+        it.write()
+    there = set(files(it.folder))
+    assert {"manifest.json", "000000.safetensors"} <= there < set(whole)
+    with pytest.raises(DataError, match="not finished"):
+        fc.CachedFeatures(it.folder, it.wanted)
+    (it.folder / ".000002-12345678.safetensors").write_bytes(b"half")  # by a kill that no one catches
+    done = (it.folder / "000000.safetensors").stat().st_mtime_ns
+    it.write()
+    assert files(it.folder) == whole
+    assert (it.folder / "000000.safetensors").stat().st_mtime_ns == done
+    calls.clear()
+    it.write()
+    assert not calls
+
+
+def test_the_size_is_stated_before_it_starts_and_a_disk_without_room_is_refused(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    it = made(tmp_path)
+    tokens = int(it.batches.sequences.lengths.sum())
+    stated = tokens * (2 * 64 + 64) * 4
+    data = [a.nbytes for path in it.folder.glob("*.safetensors") for a in mx.load(str(path)).values()]
+    assert sum(data) == stated
+    assert f"{tokens} tokens x 128 F32 features and 64 F32 hidden = {stated / 1e9:.3f} GB" in caplog.text
+    shutil.rmtree(it.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=stated - 1))
+    with pytest.raises(DataError, match=r"need .* GB more in .* make room"):
+        it.write()
+    assert not files(it.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=stated))
+    it.write()
+
+
+FULL = """
+import resource, sys, dflash, mlx.core as mx
+from dflash.cli import main
+mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))  # MKL makes its own small files
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))  # bytes of one file: the manifest fits, features do not
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits for the size of a file")
+def test_a_disk_that_fills_up_is_one_line_and_the_same_command_continues(tmp_path):
+    write_dataset(tmp_path / "data", write_target(tmp_path / "target"))
+    command = ["cache-features", write_recipe(tmp_path), "--set", f"data.cached_features={tmp_path / 'features'}"]
+    full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True)
+    assert full.returncode == 1
+    wrong = rf"error: {tmp_path}/features/000000.safetensors was not taken by the disk, with \d+ MB free .*"
+    assert re.fullmatch(wrong, full.stderr.splitlines()[-1]), full.stderr
+    assert set(files(tmp_path / "features")) == {"manifest.json", ".lock"}
+    assert invoke(*command).exit_code == 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path):
+    write_dataset(tmp_path / "data", write_target(tmp_path / "target"))
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/features"):
+        answer = invoke("cache-features", write_recipe(tmp_path), "--set", f"data.cached_features={folder}")
+        assert answer.exit_code == 1
+        assert answer.stderr.splitlines()[-1].startswith("error: "), answer.stderr
+        assert str(folder) in answer.stderr.splitlines()[-1]
+
+
+# --- what does not fit ----------------------------------------------------------------------------------
+
+
+def test_a_cache_of_something_else_is_refused_for_reading_and_writing(tmp_path):
+    it = made(tmp_path, with_hidden=False)
+    others = {
+        "layer_ids": fc.describe(it.data, it.sequences, it.target, (1, 3), False),
+        "arrays": fc.describe(it.data, it.sequences, it.target, LAYERS, True),
+        "max_length": it.wanted | {"max_length": 49},
+        "dataset": it.wanted | {"dataset": shards.dataset_fingerprint(dataset(tmp_path / "other", seed=1))},
+        "target": it.wanted | {"target": "another"},
+    }
+    before = files(it.folder)
+    for key, wanted in others.items():
+        with pytest.raises(DataError, match=f"have {key} .* this recipe needs") as error:
+            fc.CachedFeatures(it.folder, wanted)
+        assert "\n" not in str(error.value)
+        with pytest.raises(DataError, match=f"have {key} "):
+            fc.write_features(it.folder, it.data, it.sequences, it.target, wanted)
+    assert files(it.folder) == before
+
+
+def test_a_folder_of_a_dataset_is_no_folder_for_features(tmp_path):
+    it = made(tmp_path)
+    before = files(tmp_path / "data" / "train")
+    for folder, message in (("data", "have format 'dflash-dataset'"), ("data/train", "to an empty folder")):
+        with pytest.raises(DataError, match=message):
+            fc.write_features(tmp_path / folder, it.data, it.sequences, it.target, it.wanted)
+    assert files(tmp_path / "data" / "train") == before
+
+
+def test_a_cache_of_more_than_is_needed_serves(tmp_path):
+    it = made(tmp_path)
+    wanted = fc.describe(it.data, it.sequences, it.target, LAYERS, False) | {"max_length": 30}
+    assert len(fc.CachedFeatures(it.folder, wanted).read(it.batches.numbers[:2])) == 1
+
+
+def test_a_damaged_or_missing_cache_is_one_line(tmp_path):
+    it = made(tmp_path)
+    path = it.folder / "000000.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"damaged.*give 'dflash cache-features' again") as error:
+        fc.CachedFeatures(it.folder, it.wanted).read(it.batches.numbers[:1])
+    assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match="give 'dflash cache-features' with this recipe first"):
+        fc.CachedFeatures(tmp_path / "nothing", it.wanted)
+    (it.folder / shards.MANIFEST).write_text("{")
+    with pytest.raises(DataError, match="not valid JSON"):
+        fc.CachedFeatures(it.folder, it.wanted)
+
+
+# --- the commands ---------------------------------------------------------------------------------------
+
+
+def invoke(*args: object):
+    return CliRunner().invoke(cli.app, [str(a) for a in args])
+
+
+def test_the_command_makes_features_that_train_reads_without_running_the_target(tmp_path, monkeypatch):
+    write_dataset(tmp_path / "data", write_target(tmp_path / "target"))
+    recipe = write_recipe(tmp_path, steps=2, evaluate_every=100, evaluate_prompts=1)
+    cached = ["--set", f"data.cached_features={tmp_path / 'features'}"]
+    answer = invoke("cache-features", recipe)
+    assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
+    assert "set data.cached_features to a folder" in answer.stderr
+    answer = invoke("train", recipe, *cached)
+    assert answer.exit_code == 1
+    assert "give 'dflash cache-features' with this recipe first" in answer.stderr.splitlines()[-1]
+
+    assert invoke("train", recipe).exit_code == 0
+    expected = mx.load(str(tmp_path / "run" / "drafter" / "model.safetensors"))
+    answer = invoke("cache-features", recipe, *cached)
+    assert answer.exit_code == 0, answer.stderr
+    assert answer.stdout.strip() == str(tmp_path / "features")
+    monkeypatch.setattr("dflash.training.train.target_pass", None)
+    answer = invoke("train", recipe, *cached, "--set", f"run.folder={tmp_path / 'again'}")
+    assert answer.exit_code == 0, answer.stderr
+    for key, weight in mx.load(str(tmp_path / "again" / "drafter" / "model.safetensors")).items():
+        assert mx.allclose(weight, expected[key], rtol=1e-2, atol=1e-4), key  # exported in bfloat16
+    again = json.loads((tmp_path / "again" / "recipe.json").read_text())
+    assert again["recipe"]["data"]["cached_features"] == str(tmp_path / "features")

@@ -1,0 +1,192 @@
+"""Conversations as token ids, with a mask of the tokens that are responses.
+
+Knows chat templates and tokenizers through a target. Must not know files, splits or how responses are written.
+
+Where a response stands in the text of a template is found by trying: the text is rendered again with a mark in
+the place of the response; what differs is the response, and it must be made of the response's own characters.
+That holds for templates that trim, that drop the thinking of earlier turns or that add an empty thought.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from dflash import LoadedTargetModel
+from dflash.errors import DataError
+from dflash.prompts import Conversation
+
+from .sequences import Ints
+
+MARK = "\ue000response\ue001"
+"""Stands for a response while a template is tried; private characters, which no template trims."""
+
+Messages = Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence: ``tokens [L]`` and, of the same shape, which are responses; ``None`` if it awaits one.
+
+    The response that it awaits may be the tokens ``guess``.
+    """
+
+    tokens: Ints
+    loss_mask: Ints | None
+    guess: Ints | None = None
+
+    @property
+    def prompt(self) -> Ints:
+        """The tokens before the last response."""
+        if self.loss_mask is None:
+            return self.tokens
+        begins = np.flatnonzero(self.loss_mask & ~np.concatenate([[False], self.loss_mask[:-1]]))
+        return self.tokens[: begins[-1]] if len(begins) else self.tokens
+
+
+def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any]) -> Row:
+    """Tokens of a conversation in the target's chat template, or as plain text (``chat=False``, or no template).
+
+    Without a response they end where the target would begin its own. The stop token behind a response belongs to
+    it. ``switches`` go to the chat template. Raises :class:`~dflash.errors.DataError` where that cannot be done.
+    """
+    if target.tokenizer is None:
+        raise DataError("This target was loaded without a tokenizer; prompts cannot become tokens.")
+    try:
+        if chat and target.tokenizer.has_chat_template:
+            row = _templated(conversation, target, switches)
+        else:
+            row = _plain(conversation, target.tokenizer, target.stop_token_ids())
+        if not 0 <= row.tokens.max(initial=-1) < target.vocab_size:
+            raise DataError(
+                f"the target knows tokens 0 to {target.vocab_size - 1}, its tokenizer and chat template give "
+                f"{row.tokens.max() if len(row.tokens) else 'none'}: that is the tokenizer of another model."
+            )
+        return row
+    except (TemplateError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise DataError(f"{conversation.where}: {error}") from error
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise DataError(f"{conversation.where}: the target's chat template refuses these messages: {reason}") from error
+
+
+def encode_draft(
+    conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any], prompt: Ints
+) -> Ints | None:
+    """The last response's tokens, behind the ``prompt`` that :func:`encode` makes without it.
+
+    ``None`` where they cannot be told apart from the template's.
+    """
+    try:
+        given = encode(conversation, target, chat, switches)
+    except DataError:
+        return None
+    length = len(prompt)
+    if given.loss_mask is None or not np.array_equal(given.tokens[:length], prompt):
+        return None
+    guess = given.tokens[length:][given.loss_mask[length:]]
+    return guess if len(guess) else None
+
+
+def request_tokens(
+    conversations: Sequence[Conversation], target: LoadedTargetModel, chat: bool, switches: dict[str, Any], room: int
+) -> list[list[int]]:
+    """Token ids of each conversation without its last response, to be followed by up to ``room`` tokens.
+
+    Raises :class:`~dflash.errors.DataError`, naming the line, for one that is too long for the target, and as
+    :func:`encode` does.
+    """
+    rows = [encode(conversation.unanswered(), target, chat, switches).tokens.tolist() for conversation in conversations]
+    for row, conversation in zip(rows, conversations, strict=True):
+        if target.max_length is not None and len(row) + room > target.max_length:
+            raise DataError(
+                f"{conversation.where}: {len(row)} tokens and {room} new ones are more than the target's "
+                f"{target.max_length}; leave it out, or ask for fewer."
+            )
+    return rows
+
+
+def _templated(conversation: Conversation, target: LoadedTargetModel, switches: dict[str, Any]) -> Row:
+    tokenizer, messages = target.tokenizer, conversation.messages
+    if not conversation.answered:
+        return Row(np.asarray(target.adapter.chat_tokens(tokenizer, list(messages), **switches), np.int32), None)
+
+    def render(messages: Messages) -> str:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **switches)
+
+    text = render(messages)
+    spans = response_spans(render, messages, text)
+    return Row(*_masked(tokenizer, text, spans, target.stop_token_ids(), special=False))
+
+
+def response_spans(render: Callable[[Messages], str], messages: Messages, text: str) -> list[tuple[int, int]]:
+    """Begin and end of every response in ``text``, which is ``render(messages)``, in characters.
+
+    Raises :class:`~dflash.errors.DataError` if the template leaves a response out, repeats it or rewrites it.
+    """
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        marked = render([*messages[:i], message | {"content": MARK}, *messages[i + 1 :]])
+        before, _, after = marked.partition(MARK)
+        start, end = _common_length(text, before), len(text) - len(after)
+        own = "".join(text[start:end].split()) in "".join(message["content"].split())
+        if marked.count(MARK) != 1 or not text.endswith(after) or start > end or not own:
+            raise DataError(
+                f"the target's chat template does not show the response in message {i + 1} once and as it is, so its "
+                "tokens cannot be told apart; give the conversation up to that response, or prompts without responses."
+            )
+        spans.append((start, end))
+    return spans
+
+
+def _common_length(one: str, other: str) -> int:
+    """Length of the longest common beginning."""
+    if one.startswith(other):
+        return len(other)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _plain(conversation: Conversation, tokenizer: Any, stops: frozenset[int]) -> Row:
+    """A prompt and perhaps a response as they stand, one behind the other, and the stop token."""
+    roles = [message["role"] for message in conversation.messages]
+    if roles not in (["user"], ["user", "assistant"]):
+        raise DataError(
+            f"without a chat template only a prompt and one response can be used, not messages of {', '.join(roles)}."
+        )
+    prompt, *response = [message["content"] for message in conversation.messages]
+    if not response:
+        return Row(np.asarray(tokenizer.encode(prompt), np.int32), None)
+    text = prompt + response[0]
+    tokens, mask = _masked(tokenizer, text, [(len(prompt), len(text))], stops, special=True)
+    if tokenizer.eos_token_id is not None and tokens[-1] not in stops:
+        tokens, mask = np.append(tokens, np.int32(tokenizer.eos_token_id)), np.append(mask, True)
+    return Row(tokens, mask)
+
+
+def _masked(
+    tokenizer: Any, text: str, spans: list[tuple[int, int]], stops: frozenset[int], special: bool
+) -> tuple[Ints, Ints]:
+    """Tokens of ``text`` and which are responses: those wholly inside a span, and a stop token right behind one."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            "the target's tokenizer does not say which characters a token stands for, so given responses cannot be "
+            "marked; let the target write them (--regenerate)."
+        )
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
+    tokens = np.asarray(encoding.ids, np.int32)
+    begins, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+    loss_mask = np.zeros(len(tokens), bool)
+    for start, end in spans:
+        inside = (begins >= start) & (ends <= end) & (ends > begins)
+        for i in np.flatnonzero((begins < start) & (start < ends) & (ends <= end)):
+            inside[i] = text[begins[i] : start].isspace()  # templates that put a space first leave it to the response
+        loss_mask |= inside
+        if inside.any():
+            behind = int(np.flatnonzero(inside)[-1]) + 1
+            if behind < len(tokens) and tokens[behind] in stops:
+                loss_mask[behind] = True
+    return tokens, loss_mask

@@ -1,0 +1,64 @@
+"""Which blocks of a sequence the drafter is trained on, and what each position of a block should predict.
+
+Knows token ids and which the target wrote. Must not know models.
+
+An anchor at `a` stands for a decoding step in which the tokens before `a` are committed with their
+features and token `a` is the last one committed. Its block is `[token a, mask, mask, ...]`; position `i`
+predicts token `a + i`.
+
+Shapes: N sequences, S sequence length, A anchors a sequence, B block size.
+"""
+
+import mlx.core as mx
+import numpy as np
+
+from ..data.sequences import Ints
+
+
+def select_anchors(loss_mask_NS: Ints, count: int, rng: np.random.Generator) -> Ints:
+    """Random anchors ``[N, count]``, sorted, among positions ``a`` of the response with ``a + 1`` in it too.
+
+    A response that has fewer gets them all, and the last again and again to fill its row; :func:`block_targets`
+    counts each once. Raises ``ValueError`` for a response of fewer than two tokens, which has nothing to predict.
+    """
+    rows = []
+    for response in loss_mask_NS:
+        valid = np.flatnonzero(response[:-1] & response[1:])
+        if not len(valid):
+            raise ValueError(f"A response of {int(response.sum())} token(s) has no anchor; leave it out.")
+        drawn = np.sort(rng.choice(valid, min(count, len(valid)), replace=False))
+        rows.append(np.pad(drawn, (0, count - len(drawn)), mode="edge"))
+    return np.stack(rows).astype(np.int32)
+
+
+def flat_positions(anchors_NA: mx.array, length: int, size: int) -> mx.array:
+    """Where the tokens that positions ``1 .. size - 1`` predict are in ``[N * S]`` tokens, shape ``[N, A, B-1]``.
+
+    Meaningless where a block is longer than what is left of its sequence of ``length``.
+    """
+    rows = mx.arange(anchors_NA.shape[0])[:, None, None] * length
+    return rows + anchors_NA[..., None] + mx.arange(1, size)
+
+
+def block_targets(
+    tokens_NS: mx.array, loss_mask_NS: mx.array, anchors_NA: mx.array, size: int
+) -> tuple[mx.array, mx.array]:
+    """Tokens ``[N, A, B-1]`` that positions ``1 .. B-1`` predict, and which of them count.
+
+    A position counts up to the end of the response that its anchor is in, if the anchor is not the one before it.
+    """
+    places = anchors_NA[..., None] + mx.arange(1, size)
+    within = places < tokens_NS.shape[1]
+    places = mx.minimum(places, tokens_NS.shape[1] - 1)
+
+    def taken(values_NS: mx.array) -> mx.array:
+        return mx.take_along_axis(values_NS, places.reshape(len(places), -1), axis=1).reshape(places.shape)
+
+    counts = mx.cumprod((taken(loss_mask_NS) & within).astype(mx.int32), axis=-1) > 0
+    new = mx.concatenate([mx.ones_like(anchors_NA[:, :1]), anchors_NA[:, 1:] - anchors_NA[:, :-1]], axis=1) != 0
+    return taken(tokens_NS), counts & new[..., None]
+
+
+def position_weights(size: int, gamma: float) -> mx.array:
+    """``exp(-(i - 1) / gamma)`` for positions ``i = 1 .. size - 1``: an early miss ends the whole block."""
+    return mx.exp(-(mx.arange(1, size) - 1) / gamma)

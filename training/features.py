@@ -1,0 +1,248 @@
+"""What the frozen target makes of a dataset, on disk: computed once, read in every epoch.
+
+Knows the target's pass, files, and sequences by their number in the dataset. Must not know drafters or losses.
+
+    manifest.json         what is cached, written before the first file
+    000000.safetensors    for each shard of the dataset a file, whole or not there: `{number}.features [L, F]`
+                          of every sequence that can be trained on and, for KL, `{number}.hidden [L, E]`
+
+It is faster than running the target where the disk reads a token's bytes sooner than the target makes them.
+Neither writing nor reading ever holds more than one batch.
+
+Shapes: N sequences, S longest of them, L length of one, F feature size, E hidden size.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from dflash import LoadedTargetModel
+from dflash.errors import CheckpointError, DataError
+from dflash.files import atomic_write, read_json, remove_unfinished, write_json
+
+from .batches import Batches, trainable
+from .data.dataset import MANIFEST, dataset_fingerprint, read_manifest, read_shard, shard_path
+from .data.sequences import Ints, Sequences, pad_batch, plan_batches
+from .recipe import DataSettings
+
+logger = logging.getLogger(__name__)
+
+FORMAT, VERSION = "dflash-features", 1
+
+_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+"""Names of the safetensors format."""
+
+
+def target_pass(
+    target: LoadedTargetModel, tokens_NS: mx.array, layer_ids: Sequence[int], with_hidden: bool
+) -> dict[str, mx.array]:
+    """Lazy ``features [N, S, F]`` and, if asked, final ``hidden`` states ``[N, S, E]``."""
+    hidden, features = target.forward_hidden(tokens_NS, None, layer_ids)
+    return {"features": features, "hidden": hidden} if with_hidden else {"features": features}
+
+
+def describe(
+    data: DataSettings, sequences: Sequences, target: LoadedTargetModel, layer_ids: Sequence[int], with_hidden: bool
+) -> dict[str, Any]:
+    """What a cache must be of to serve this dataset, opened for this target, and these layers."""
+    arrays = target_pass(target, mx.zeros((1, 1), mx.int32), layer_ids, with_hidden)  # never computed
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "dataset": dataset_fingerprint(sequences),
+        "target": read_manifest(data.folder)["target"],
+        "layer_ids": list(layer_ids),
+        "max_length": data.max_length,
+        "arrays": {name: {"width": a.shape[-1], "dtype": names[a.dtype]} for name, a in arrays.items()},
+    }
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def write_features(
+    folder: Path, data: DataSettings, sequences: Sequences, target: LoadedTargetModel, wanted: dict[str, Any]
+) -> None:
+    """Compute what ``wanted`` (of :func:`describe`) says, or what a killed process left of it, into ``folder``.
+
+    The size is logged before it starts. Raises :class:`~dflash.errors.DataError` if ``folder`` holds other
+    features or the disk has not enough room, and ``OSError`` if it cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / MANIFEST).exists():
+        manifest = _read_manifest(folder, wanted)
+    elif any(folder.glob("*.safetensors")):
+        raise DataError(f"{folder} holds files but no {MANIFEST}; set data.cached_features to an empty folder.")
+    else:
+        shards = range(read_manifest(data.folder)["splits"]["train"]["shards"])
+        manifest = wanted | {"shards": [len(read_shard(shard_path(data.folder, "train", i))) for i in shards]}
+
+    kept, numbers = trainable(sequences, manifest["max_length"])
+    ends = np.searchsorted(numbers, np.cumsum([0, *manifest["shards"]]))
+    missing = []
+    remove_unfinished(folder / MANIFEST)
+    for number, rows in enumerate(map(np.arange, ends[:-1], ends[1:])):
+        path = _path(folder, number)
+        remove_unfinished(path)
+        if not path.exists():
+            missing.append((path, rows))
+
+    arrays, tokens = manifest["arrays"], int(sum(kept.lengths[rows].sum() for _, rows in missing))
+    _require_room(folder, int(kept.lengths.sum()), tokens, arrays)
+    write_json(folder / MANIFEST, manifest)
+    begin = time.perf_counter()
+    with tqdm(total=tokens, unit="token", unit_scale=True, disable=None, desc=folder.name) as bar:
+        for path, rows in missing:
+            plan = [rows[batch] for batch in plan_batches(kept.lengths[rows], data.batch_tokens, seed=0)]
+            header = {
+                f"{numbers[row]}.{name}": (array["dtype"], (int(kept.lengths[row]), array["width"]))
+                for batch in plan
+                for row in batch
+                for name, array in arrays.items()
+            }
+            _stream_safetensors(path, header, _computed(target, kept, plan, manifest, bar))
+    if tokens:
+        rate = tokens / (time.perf_counter() - begin)
+        speed = rate * _bytes_per_token(arrays) / 1e6
+        logger.info("%.0f tokens/s: training gains where the disk reads more than %.0f MB/s.", rate, speed)
+
+
+def _computed(
+    target: LoadedTargetModel, sequences: Sequences, plan: list[Ints], manifest: dict[str, Any], bar: tqdm
+) -> Iterator[mx.array]:
+    """What the target makes of each sequence of ``plan``, in order, each of its arrays ``[L, ..]``."""
+    starts = sequences.starts
+    for rows in plan:
+        tokens_NS = mx.array(pad_batch(sequences, rows, starts)[0])
+        passed = target_pass(target, tokens_NS, manifest["layer_ids"], "hidden" in manifest["arrays"])
+        mx.eval(passed)
+        for i, length in enumerate(sequences.lengths[rows].tolist()):
+            yield from (array[i, :length] for array in passed.values())
+            bar.update(length)
+
+
+def _require_room(folder: Path, tokens: int, missing: int, arrays: dict[str, Any]) -> None:
+    """State the size, and raise :class:`~dflash.errors.DataError` unless what is missing has room."""
+    each, free = _bytes_per_token(arrays), shutil.disk_usage(folder).free
+    values = " and ".join(f"{array['width']} {array['dtype']} {name}" for name, array in arrays.items())
+    logger.info(
+        "%d tokens x %s = %.3f GB in %s, %.3f GB of it to be written; %.3f GB are free.",
+        *(tokens, values, tokens * each / 1e9, folder, missing * each / 1e9, free / 1e9),
+    )
+    if missing * each > free:
+        raise DataError(
+            f"The features need {missing * each / 1e9:.3f} GB more in {folder}, where {free / 1e9:.3f} GB are free; "
+            "make room, set another data.cached_features, or train without it."
+        )
+
+
+def _bytes_per_token(arrays: dict[str, Any]) -> int:
+    return sum(array["width"] * _DTYPES[array["dtype"]].size for array in arrays.values())
+
+
+def _stream_safetensors(path: Path, header: dict[str, tuple[str, tuple[int, int]]], arrays: Iterable[mx.array]) -> None:
+    """Write ``arrays``, one after the other, of which ``header`` has names, dtypes and shapes; whole or not at all.
+
+    https://github.com/huggingface/safetensors#format
+    """
+    entries, end = {}, 0
+    for name, (dtype, shape) in header.items():
+        start, end = end, end + shape[0] * shape[1] * _DTYPES[dtype].size
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(file: Path) -> None:
+        with file.open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for array in arrays:
+                out.write(np.array(array.view(mx.uint8)).tobytes())
+
+    atomic_write(path, write)
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def require_features(folder: Path) -> None:
+    """Raise :class:`~dflash.errors.DataError` if ``folder`` holds no cache, finished or not."""
+    if not (folder / MANIFEST).exists():
+        raise DataError(f"{folder} holds no features; give 'dflash cache-features' with this recipe first.")
+
+
+class CachedFeatures:
+    """The finished cache in ``folder``; of its arrays those that ``wanted`` (of :func:`describe`) has.
+
+    Raises :class:`~dflash.errors.DataError` if it is of something else, unfinished or not there.
+    """
+
+    def __init__(self, folder: Path, wanted: dict[str, Any]):
+        require_features(folder)
+        manifest = _read_manifest(folder, wanted)
+        self.folder, self.names = folder, list(wanted["arrays"])
+        self._ends = np.cumsum(manifest["shards"])
+        if not all(_path(folder, i).exists() for i in range(len(self._ends))):
+            raise DataError(f"The features in {folder} are not finished; give 'dflash cache-features' again.")
+
+    def read(self, numbers: Ints) -> list[mx.array]:
+        """Each array ``[N, S, ..]`` of the sequences ``numbers``, with zeros behind the shorter ones.
+
+        Files are opened anew for every batch: their arrays are read when used, and would then be kept.
+        Raises :class:`~dflash.errors.DataError` for a damaged file.
+        """
+        shards = np.searchsorted(self._ends, numbers, side="right").tolist()
+        try:
+            files = {i: cast("dict[str, mx.array]", mx.load(str(_path(self.folder, i)))) for i in set(shards)}
+            batch = []
+            for name in self.names:
+                rows = [files[i][f"{number}.{name}"] for i, number in zip(shards, numbers, strict=True)]
+                longest = max(len(row) for row in rows)
+                batch.append(mx.stack([mx.pad(row, [(0, longest - len(row)), (0, 0)]) for row in rows]))
+            mx.eval(batch)
+        except (RuntimeError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"A file of features in {self.folder} is damaged: {reason}; remove it and give "
+                "'dflash cache-features' again."
+            ) from error
+        return batch
+
+
+def with_cached_features(batches: Batches, cached: CachedFeatures) -> Callable[[int], tuple[mx.array, ...]]:
+    """Batches with the target's features ``[N, S, F]`` behind their other arrays, and final hidden states if wanted."""
+    return lambda number: (*batches(number), *cached.read(batches.members(number)))
+
+
+# --- both ---------------------------------------------------------------------------------------------------
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.safetensors"
+
+
+def _read_manifest(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a cache that holds what is ``wanted``, and maybe more: longer sequences, hidden states."""
+    try:
+        there = read_json(folder / MANIFEST)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    found = there | {
+        "max_length": min(there.get("max_length", 0), wanted["max_length"]),
+        "arrays": {name: array for name, array in there.get("arrays", {}).items() if name in wanted["arrays"]},
+    }
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            raise DataError(
+                f"The features in {folder} have {key} {there.get(key)!r}, this recipe needs {value!r}; "
+                "set another data.cached_features, or remove that folder."
+            )
+    return there

@@ -1,0 +1,159 @@
+"""A small target, trained here from nothing: first its tokenizer, then the model.
+
+    python -m dflash.training.toy.small_target configs/pair-target.yaml
+
+Knows the order of the two stages and where each leaves its files. Must not know how a stage works, or drafters.
+Stopped at any moment, the same command does what is left.
+"""
+
+import argparse
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from tokenizers import Tokenizer
+
+from dflash.backend import keep_freed_memory
+from dflash.errors import DFlashError
+from dflash.files import exclusive_lock
+
+from ..data.responses import generate_responses
+from ..data.sequences import Sequences
+from ..loop.claims import check_same_run
+from ..loop.fit import fit
+from ..settings import load_settings, to_dict
+from .target import (
+    TargetSettings,
+    answer_loss,
+    build_target,
+    model_config,
+    rounded_to_bfloat16,
+    save_target,
+    target_batches,
+)
+from .tasks import check_answers, samples
+from .tokenizer import END, encode_answer, encode_prompt, save_tokenizer, token_id, train_tokenizer
+
+logger = logging.getLogger(__name__)
+
+RECIPE, MAY_CHANGE = "recipe.json", {"folder", "target.fit.log_every", "target.fit.checkpoint_every"}
+
+LONGEST = 4096
+"""Tokens; what the tokenizer says of a target that does not say it itself."""
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """What the tokenizer is learned from."""
+
+    samples: int
+    seed: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class HeldOutSettings:
+    """Requests of combinations that training never shows, for evaluation."""
+
+    samples: int
+    seed: int
+    max_tokens: int = 320
+
+
+@dataclass(frozen=True)
+class SmallTargetSettings:
+    """One complete recipe. ``folder`` gets ``tokenizer``, ``fit-target`` on the way, and in the end ``target``."""
+
+    folder: Path
+    tokenizer: TokenizerSettings
+    target: TargetSettings
+    heldout: HeldOutSettings
+
+
+def tokenizer_stage(settings: SmallTargetSettings) -> Tokenizer:
+    """Learn the tokenizer, or read it if it is there."""
+    folder = settings.folder / "tokenizer"
+    if not (folder / "tokenizer_config.json").exists():
+        drawn = samples(settings.tokenizer.seed, settings.tokenizer.samples, "train")
+        texts = (text for sample in drawn for text in (sample.prompt, sample.answer))
+        tokenizer = train_tokenizer(texts, settings.tokenizer.vocab_size)
+        save_tokenizer(tokenizer, folder, settings.target.config.get("max_position_embeddings", LONGEST))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def accuracy(model: nn.Module, tokenizer: Tokenizer, settings: HeldOutSettings) -> dict[str, float]:
+    """Share of held-out requests that greedy decoding answers right, over all and by kind."""
+    drawn = list(samples(settings.seed, settings.samples, "heldout"))
+    prompts = [encode_prompt(tokenizer, sample.prompt) for sample in drawn]
+    answers = generate_responses(model, prompts, [token_id(tokenizer, END)], [settings.max_tokens] * len(prompts))
+    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    verdicts = check_answers((text, sample.check) for text, sample in zip(texts, drawn, strict=True))
+    for text, sample, verdict in zip(texts, drawn, verdicts, strict=True):
+        if not verdict.ok:
+            logger.debug("%s\n%s\n%s", sample.prompt, text, verdict.reason)
+    result = {"accuracy": sum(v.ok for v in verdicts) / len(verdicts)}
+    for kind in sorted({sample.kind for sample in drawn}):
+        of_kind = [v.ok for v, sample in zip(verdicts, drawn, strict=True) if sample.kind == kind]
+        result[f"accuracy_{kind}"] = sum(of_kind) / len(of_kind)
+    return result
+
+
+def target_stage(settings: SmallTargetSettings, tokenizer: Tokenizer) -> None:
+    """Train the target and save it as ``target``."""
+    folder = settings.folder / "target"
+    if (folder / "model.safetensors").exists():
+        return
+    end = token_id(tokenizer, END)
+    drawn = list(samples(settings.target.data_seed, settings.target.samples, "train"))
+    sequences = Sequences.from_lists(
+        [encode_prompt(tokenizer, sample.prompt) for sample in drawn],
+        [encode_answer(tokenizer, sample.answer) for sample in drawn],
+    )
+    logger.info("%d sequences, %d tokens", len(sequences), len(sequences.tokens))
+    model = build_target(settings.target, tokenizer.get_vocab_size(), end)
+    fit(
+        model,
+        target_batches(sequences, settings.target),
+        answer_loss,
+        settings.target.fit,
+        settings.folder / "fit-target",
+        lambda: accuracy(model, tokenizer, settings.heldout),
+    )
+    rounded_to_bfloat16(model)
+    logger.info("As saved: %s", accuracy(model, tokenizer, settings.heldout))
+    config = model_config(settings.target, tokenizer.get_vocab_size(), end)
+    save_target(model, config, settings.folder / "tokenizer", folder)
+
+
+def small_target(settings: SmallTargetSettings) -> None:
+    """Run both stages of a recipe, or what is left of them.
+
+    Raises :class:`~dflash.errors.DFlashError` if the folder belongs to another recipe or process, or the loss blows
+    up, and ``OSError`` where the folder cannot be written to.
+    """
+    keep_freed_memory()
+    logger.info("Training on %s.", mx.default_device())
+    with exclusive_lock(settings.folder):
+        check_same_run(settings.folder / RECIPE, to_dict(settings), MAY_CHANGE)
+        target_stage(settings, tokenizer_stage(settings))
+
+
+def main() -> None:
+    """Run the recipe that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("recipe", type=Path, help="a YAML file, such as configs/pair-target.yaml")
+    recipe = parser.parse_args().recipe
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        small_target(load_settings(SmallTargetSettings, recipe))
+    except (DFlashError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The target of a pair: a small model that learns to answer the requests of the world.
+
+Knows how such a model is made, what it learns from and how it is saved as an mlx-lm folder. Must not know
+drafters, or the modules of any one family.
+
+Shapes: B batch, L length, E hidden size, T answer tokens.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+
+from dflash.adapters import find_adapter
+from dflash.errors import did_you_mean
+from dflash.files import flat, write_arrays, write_json
+
+from ..data.sequences import Ints, Sequences, pad_batch, plan_batches
+from ..drafters.cpu_math import cross_entropy
+from ..loop.fit import FitSettings
+from ..settings import SettingsError, require
+from .quick_forward import FAMILIES, hidden_states
+
+_ADDED = ("vocab_size", "tie_word_embeddings", "eos_token_id")
+"""Keys of ``config.json`` that are not for the recipe to say."""
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """What the target is, what it learns from, and how.
+
+    ``config`` is its ``config.json``, to which the tokenizer adds the vocabulary; its ``model_type`` is one of
+    :data:`~dflash.training.toy.quick_forward.FAMILIES`, its other keys are those of mlx-lm's ``ModelArgs``.
+    """
+
+    config: dict[str, Any]
+    fit: FitSettings
+    samples: int
+    data_seed: int = 1
+    batch_tokens: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        kind = self.config.get("model_type")
+        family = FAMILIES.get(str(kind))
+        if family is None:
+            raise SettingsError(f"config: model_type must be one of {', '.join(FAMILIES)}, got {kind!r}.")
+        sizes = {f.name: f for f in dataclasses.fields(family.module.ModelArgs) if f.name not in _ADDED}
+        for name in self.config:
+            require(
+                name in sizes or name == "architectures", f"config: unknown key {name!r}; {did_you_mean(name, sizes)}"
+            )
+        for name, field in sizes.items():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            require(name in self.config or not required, f"config: {name} missing.")
+
+
+def model_config(settings: TargetSettings, vocab_size: int, end: int) -> dict[str, Any]:
+    """``config.json`` of the target."""
+    return settings.config | {"vocab_size": vocab_size, "tie_word_embeddings": True, "eos_token_id": end}
+
+
+def build_target(settings: TargetSettings, vocab_size: int, end: int) -> nn.Module:
+    """A new target with weights drawn from ``settings.seed``: normal, smaller where they feed the residual."""
+    mx.random.seed(settings.seed)
+    family = FAMILIES[settings.config["model_type"]]
+    model = family.module.Model(family.module.ModelArgs.from_dict(model_config(settings, vocab_size, end)))
+    model.sanitize({})  # some families drop their untied head here
+    out_scale = (2 * len(model.layers)) ** -0.5
+
+    def draw(name: str, value: mx.array) -> mx.array:
+        if value.ndim < 2:
+            return mx.full(value.shape, family.norm_start(name, out_scale))
+        if "embed" in name:
+            return mx.random.normal(value.shape, scale=0.02)
+        scale = value.shape[-1] ** -0.5
+        return mx.random.normal(value.shape, scale=scale * (out_scale if ("o_proj" in name or "down" in name) else 1.0))
+
+    model.load_weights([(name, draw(name, value)) for name, value in flat(model.parameters()).items()])
+    mx.eval(model.parameters())
+    return model
+
+
+def answer_loss(model: nn.Module, tokens_BL: mx.array, places_T: mx.array) -> mx.array:
+    """Mean cross-entropy of the answers' tokens.
+
+    ``places_T`` are the flat positions (into ``[B * L]``) whose next token belongs to an answer.
+    """
+    adapter = find_adapter(model)
+    hidden_TE = hidden_states(adapter, tokens_BL).reshape(-1, adapter.hidden_size)[places_T]
+    return cross_entropy(adapter.head(hidden_TE), tokens_BL.reshape(-1)[places_T + 1]).mean()
+
+
+def answer_places(response: Ints) -> Ints:
+    """Flat positions, into a mask ``[N, L]`` of the answers' tokens, just before each of them."""
+    return (np.flatnonzero(response) - 1).astype(np.int32)
+
+
+def target_batches(sequences: Sequences, settings: TargetSettings) -> Callable[[int], tuple[mx.array, mx.array]]:
+    """``batch(number)`` over as many differently shuffled passes as the steps need."""
+    starts = sequences.starts
+    needed = settings.fit.steps * settings.fit.batches_per_step
+    plan: list[Ints] = []
+    for epoch in range(needed):
+        if len(plan) >= needed:
+            break
+        plan += plan_batches(sequences.lengths, settings.batch_tokens, settings.seed + epoch)
+
+    def batch(number: int) -> tuple[mx.array, mx.array]:
+        tokens, response = pad_batch(sequences, plan[number], starts)
+        return mx.array(tokens), mx.array(answer_places(response))
+
+    return batch
+
+
+def save_target(model: nn.Module, config: dict[str, object], tokenizer: Path, folder: Path) -> None:
+    """Write an mlx-lm folder: bfloat16 weights, ``config.json`` and the tokenizer's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.astype(mx.bfloat16) for name, value in flat(model.parameters()).items()}
+    for file in tokenizer.glob("*.json"):
+        shutil.copyfile(file, folder / file.name)
+    write_json(folder / "config.json", config | {"torch_dtype": "bfloat16"})
+    write_arrays(folder / "model.safetensors", weights, {"format": "pt"})
+
+
+def rounded_to_bfloat16(model: nn.Module) -> None:
+    """Round the weights in place as saving will; they stay float32."""
+    model.update(tree_map(lambda w: w.astype(mx.bfloat16).astype(mx.float32), model.parameters()))
+    mx.eval(model.parameters())

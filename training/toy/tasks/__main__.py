@@ -1,0 +1,31 @@
+"""Requests of the world as JSON lines.
+
+    python -m dflash.training.toy.tasks train 7000 --seed 2 > requests.jsonl
+    python -m dflash.training.toy.tasks heldout 100 > heldout.jsonl
+
+Training requests come with the right response, held-out ones with what their answer is checked against.
+Knows the form of a line. Must not know how a request is made.
+"""
+
+import argparse
+import json
+from typing import get_args
+
+from . import samples
+from .split import Split
+
+
+def main() -> None:
+    """Print as many different requests as asked."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("split", choices=get_args(Split))
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for drawn in samples(options.seed, options.count, options.split):
+        more = {"response": drawn.answer} if options.split == "train" else {"check": drawn.check}
+        print(json.dumps({"prompt": drawn.prompt} | more))
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,8 @@ EXTERNAL = Path(__file__).parent / "external_adapter"
 USE_EXTERNAL = """
 import dflash, mlx.nn as nn
 from mlx_lm.models import qwen3
-from dflash.adapters import adapter_for_model_type, small
+from dflash.adapters import adapter_for_model_type
+from dflash.adapters.conformance import small_models as small
 from dflash.adapters.conformance import check
 
 class Decoder(nn.Module):

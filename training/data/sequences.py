@@ -51,7 +51,7 @@ class Sequences:
 
     def save(self, path: Path) -> None:
         """Write all three arrays to one safetensors file, whole or not at all."""
-        arrays = {"tokens": self.tokens, "response": self.loss_mask, "lengths": self.lengths}
+        arrays = {"tokens": self.tokens, "loss_mask": self.loss_mask, "lengths": self.lengths}
         write_arrays(path, {k: mx.array(v) for k, v in arrays.items()})
 
     @classmethod

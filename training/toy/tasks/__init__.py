@@ -14,7 +14,7 @@ from typing import Any
 from . import functions, known, problems
 from .bounds import distinct_meanings
 from .check import CheckResult, check_answer, check_answers
-from .split import Split, is_held_out_pair, split_of
+from .split import Split, is_heldout_pair, split_of
 
 __all__ = [
     "CheckResult",
@@ -23,7 +23,7 @@ __all__ = [
     "check_answer",
     "check_answers",
     "distinct_meanings",
-    "is_held_out_pair",
+    "is_heldout_pair",
     "sample",
     "samples",
     "split_of",

@@ -15,7 +15,7 @@ Split = Literal["train", "heldout"]
 HELD_OUT_PERCENT = 9  # enough pairs to measure on, and 5 in 9 four-operation pipelines stay in training
 
 
-def is_held_out_pair(first: str, second: str) -> bool:
+def is_heldout_pair(first: str, second: str) -> bool:
     """Whether no training sample may hold both operations; the same on every machine and run."""
     text = "|".join(sorted((first, second)))
     digest = hashlib.sha256(text.encode()).digest()
@@ -24,4 +24,4 @@ def is_held_out_pair(first: str, second: str) -> bool:
 
 def split_of(operations: Sequence[str]) -> Split:
     """`heldout` when any pair of the operations is held out, else `train`."""
-    return "heldout" if any(is_held_out_pair(a, b) for a, b in combinations(operations, 2)) else "train"
+    return "heldout" if any(is_heldout_pair(a, b) for a, b in combinations(operations, 2)) else "train"

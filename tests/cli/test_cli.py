@@ -8,12 +8,13 @@ from importlib.metadata import version
 
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache
+from support.cli import assert_one_error, invoke
 from support.models import TEXT_VOCAB, byte_tokenizer, qwen3_model, random_drafter, save_target, writer
-from typer.testing import CliRunner
 
 import dflash
-from dflash import backend, bench, cli
+from dflash import backend, bench
 from dflash.bench import doctor
+from dflash.cli import options as cli_options
 from dflash.errors import BackendError
 from dflash.training.toy.tasks import samples
 
@@ -37,17 +38,6 @@ def prompts(tmp_path) -> str:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "Hi"}\n{"prompt": "Count"}\n')
     return str(file)
-
-
-def invoke(*args: str, stdin: str | None = None):
-    return CliRunner().invoke(cli.app, [str(a) for a in args], input=stdin)
-
-
-def assert_one_error(result, message: str) -> None:
-    assert result.exit_code == 1, result.output
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert re.search(message, result.stderr), result.stderr
 
 
 # --- generate -----------------------------------------------------------------------------------------
@@ -88,7 +78,7 @@ def test_a_seed_repeats_a_sample_and_another_changes_it(pair):
 
 
 def test_stop_ends_the_text_before_it(monkeypatch):
-    monkeypatch.setattr(cli, "_decoder", lambda *_: writer("one two three"))
+    monkeypatch.setattr(cli_options, "load_decoder", lambda *_: writer("one two three"))
     result = invoke("generate", "AB", "--raw", "--stop", "zzz", "--stop", " th", "--json")
     answer = json.loads(result.stdout)
     assert (answer["text"], answer["finish_reason"]) == ("one two", "stop")
@@ -210,7 +200,7 @@ def demo_with(monkeypatch, tmp_path, answer: str, sample, *args: str):
     file.write_text(json.dumps({"prompt": sample.prompt, "check": sample.check}) + "\n")
     monkeypatch.setattr(bench, "HELDOUT", file)
     prompt = writer("").loaded_target.build_prompt(args[0] if args else sample.prompt)
-    monkeypatch.setattr(cli, "_decoder", lambda *_: writer(answer, prompt, p=0.9))
+    monkeypatch.setattr(cli_options, "load_decoder", lambda *_: writer(answer, prompt, p=0.9))
     return invoke("demo", *args)
 
 
@@ -297,7 +287,7 @@ def test_ctrl_c_exits_130_quietly(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_decoder", interrupted)
+    monkeypatch.setattr(cli_options, "load_decoder", interrupted)
     result = invoke("generate", "Hi")
     assert (result.exit_code, result.stderr) == (130, "")
 

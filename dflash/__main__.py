@@ -1,0 +1,5 @@
+"""``python -m dflash``: the ``dflash`` command."""
+
+from .cli import main
+
+main()

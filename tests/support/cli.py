@@ -1,0 +1,21 @@
+"""The command line in tests: one call, and what an error must look like."""
+
+import re
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from dflash import cli
+
+
+def invoke(*args: object, stdin: str | bytes | None = None) -> Result:
+    """``dflash ARGS`` in this process, its streams kept apart."""
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args], input=stdin)
+
+
+def assert_one_error(result: Result, message: str, code: int = 1) -> None:
+    """Exit code ``code`` and exactly one line on stderr, ``error: ...``, in which ``message`` (a pattern) is found."""
+    assert result.exit_code == code, result.output
+    assert result.stderr.startswith("error: "), result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert re.search(message, result.stderr), result.stderr

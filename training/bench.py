@@ -30,9 +30,9 @@ from tqdm import tqdm
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads
+from dflash.cpu_math import softmax
 
 from .drafters.attention import block_attention
-from .drafters.cpu_math import softmax
 from .drafters.forward import BlockAttention, TargetPass, drafter_loss
 from .drafters.loss import ObjectiveSettings
 from .drafters.targets import select_anchors

@@ -16,6 +16,7 @@ from einops import rearrange
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
+from ..cpu_math import swiglu
 from ..errors import GenerationError, IncompatibleModelsError
 from .config import DFlashConfig
 from .protocol import Proposal
@@ -75,7 +76,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class DraftLayer(nn.Module):

@@ -1,5 +1,5 @@
 """Stage 4: from a drafter to its loss.
 
 In order: ``init`` (new weights), ``forward`` (all blocks of a batch), ``attention`` (what a block sees),
-``targets`` (what it should predict), ``loss``; ``cpu_math`` has quick CPU forms of the functions they share.
+``targets`` (what it should predict), ``loss``.
 """

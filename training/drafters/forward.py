@@ -18,7 +18,6 @@ from dflash import DFlashDraftModel
 from dflash.drafters.dflash import DraftLayer
 
 from .attention import block_attention
-from .cpu_math import swiglu
 from .loss import ObjectiveSettings, mean_in_chunks, prediction_losses
 from .targets import block_targets, flat_positions, position_weights
 
@@ -51,7 +50,7 @@ def draft_hidden(
 ) -> mx.array:
     """Final hidden states ``[N, A, B, E]`` of the blocks at ``anchors_NA``.
 
-    The drafter's own forward, with the blocks of all sequences in one batch and the quick SwiGLU. With
+    The drafter's own forward, with the blocks of all sequences in one batch. With
     ``grad_checkpoint`` the backward pass computes each layer again instead of keeping what is inside it.
     """
     config, (n, a) = model.config, anchors_NA.shape
@@ -69,9 +68,7 @@ def draft_hidden(
             window=config.window(number),
             causal=config.causal_in_block(number),
         )
-        x_BLE = x_BLE + layer.self_attn(layer.input_layernorm(x_BLE), anchors_NA.reshape(-1), attend)
-        y_BLE, mlp = layer.post_attention_layernorm(x_BLE), layer.mlp
-        return x_BLE + mlp.down_proj(swiglu(mlp.gate_proj(y_BLE), mlp.up_proj(y_BLE)))
+        return layer(x_BLE, anchors_NA.reshape(-1), attend)
 
     for number, layer in enumerate(model.layers):
         run = partial(forward, number, layer)

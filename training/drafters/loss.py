@@ -11,8 +11,9 @@ from typing import cast
 
 import mlx.core as mx
 
+from dflash.cpu_math import cross_entropy, logsumexp, softmax
+
 from ..settings import SettingsError
-from .cpu_math import cross_entropy, logsumexp, softmax
 
 CROSS_ENTROPY, KL, MIX = "cross_entropy", "kl", "mix"
 

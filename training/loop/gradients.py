@@ -16,8 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from dflash.backend import on_cpu, set_blas_threads
-
-from ..drafters.cpu_math import warm_up
+from dflash.cpu_math import warm_up
 
 Loss = Callable[..., mx.array]
 Batch = tuple[mx.array, ...]

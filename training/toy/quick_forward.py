@@ -17,8 +17,7 @@ from einops import rearrange
 from mlx_lm.models import gemma3_text, qwen3
 
 from dflash.adapters import TargetAdapter
-
-from ..drafters.cpu_math import geglu, softmax, swiglu
+from dflash.cpu_math import geglu, softmax, swiglu
 
 
 def causal_attention(
@@ -29,10 +28,10 @@ def causal_attention(
     groups = heads // keys_BKLD.shape[1]
     queries = rearrange(queries_BHLD * scale, "B (K G) L D -> B K (G L) D", G=groups)
     scores = queries @ keys_BKLD.swapaxes(-1, -2)
-    seen = mx.tri(length, dtype=mx.bool_)
+    visible = mx.tri(length, dtype=mx.bool_)
     if window is not None:
-        seen = seen & ~mx.tri(length, k=-window, dtype=mx.bool_)
-    weights = softmax(scores + mx.tile(mx.where(seen, 0.0, -1e9), (groups, 1)))
+        visible = visible & ~mx.tri(length, k=-window, dtype=mx.bool_)
+    weights = softmax(scores + mx.tile(mx.where(visible, 0.0, -1e9), (groups, 1)))
     return rearrange(weights @ values_BKLD, "B K (G L) D -> B (K G) L D", G=groups)
 
 
@@ -74,7 +73,7 @@ class Family:
 
 FAMILIES = {
     "qwen3": Family(qwen3, qwen3_layer, lambda name, scale: 1.0),
-    # Gemma's norms multiply by one more than their weight; those behind a sublayer set the size of what it adds.
+    # Gemma's norms multiply by one more than their weight; those after a sublayer set the size of what it adds.
     "gemma3_text": Family(gemma3_text, gemma3_layer, lambda name, scale: scale - 1.0 if "post_" in name else 0.0),
 }
 """By ``model_type``."""

@@ -1,4 +1,4 @@
-"""The target of a pair: a small model that learns to answer the requests of the world.
+"""The toy target: a small model that learns to answer the requests of the toy tasks.
 
 Knows how such a model is made, what it learns from and how it is saved as an mlx-lm folder. Must not know
 drafters, or the modules of any one family.
@@ -19,17 +19,17 @@ import numpy as np
 from mlx.utils import tree_map
 
 from dflash.adapters import find_adapter
+from dflash.cpu_math import cross_entropy
 from dflash.errors import did_you_mean
 from dflash.files import flat, write_arrays, write_json
 
 from ..data.sequences import Ints, Sequences, pad_batch, plan_batches
-from ..drafters.cpu_math import cross_entropy
 from ..loop.fit import FitSettings
 from ..settings import SettingsError, require
 from .quick_forward import FAMILIES, hidden_states
 
 _ADDED = ("vocab_size", "tie_word_embeddings", "eos_token_id")
-"""Keys of ``config.json`` that are not for the recipe to say."""
+"""Keys of ``config.json`` that the recipe must not set: the tokenizer decides them."""
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,19 @@ def build_target(settings: TargetSettings, vocab_size: int, end: int) -> nn.Modu
     return model
 
 
-def answer_loss(model: nn.Module, tokens_BL: mx.array, places_T: mx.array) -> mx.array:
+def answer_loss(model: nn.Module, tokens_BL: mx.array, positions_T: mx.array) -> mx.array:
     """Mean cross-entropy of the answers' tokens.
 
-    ``places_T`` are the flat positions (into ``[B * L]``) whose next token belongs to an answer.
+    ``positions_T`` are the flat positions (into ``[B * L]``) whose next token belongs to an answer.
     """
     adapter = find_adapter(model)
-    hidden_TE = hidden_states(adapter, tokens_BL).reshape(-1, adapter.hidden_size)[places_T]
-    return cross_entropy(adapter.head(hidden_TE), tokens_BL.reshape(-1)[places_T + 1]).mean()
+    hidden_TE = hidden_states(adapter, tokens_BL).reshape(-1, adapter.hidden_size)[positions_T]
+    return cross_entropy(adapter.head(hidden_TE), tokens_BL.reshape(-1)[positions_T + 1]).mean()
 
 
-def answer_places(response: Ints) -> Ints:
-    """Flat positions, into a mask ``[N, L]`` of the answers' tokens, just before each of them."""
-    return (np.flatnonzero(response) - 1).astype(np.int32)
+def answer_positions(loss_mask: Ints) -> Ints:
+    """Flat positions, into ``loss_mask [N, L]``, one before each token of an answer."""
+    return (np.flatnonzero(loss_mask) - 1).astype(np.int32)
 
 
 def target_batches(sequences: Sequences, settings: TargetSettings) -> Callable[[int], tuple[mx.array, mx.array]]:
@@ -114,8 +114,8 @@ def target_batches(sequences: Sequences, settings: TargetSettings) -> Callable[[
         plan += plan_batches(sequences.lengths, settings.batch_tokens, settings.seed + epoch)
 
     def batch(number: int) -> tuple[mx.array, mx.array]:
-        tokens, response = pad_batch(sequences, plan[number], starts)
-        return mx.array(tokens), mx.array(answer_places(response))
+        tokens, loss_mask = pad_batch(sequences, plan[number], starts)
+        return mx.array(tokens), mx.array(answer_positions(loss_mask))
 
     return batch
 

@@ -16,10 +16,10 @@ from mlx.utils import tree_flatten
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash import DFlashConfig, DFlashDraftModel, load_target
+from dflash import cpu_math as fastmath
 from dflash.adapters import find_adapter
 from dflash.files import write_arrays
 from dflash.training.data.sequences import Sequences, pad_batch, plan_batches
-from dflash.training.drafters import cpu_math as fastmath
 from dflash.training.drafters.forward import draft_hidden
 from dflash.training.drafters.targets import block_targets, position_weights, select_anchors
 from dflash.training.loop.fit import FitSettings, fit
@@ -31,7 +31,7 @@ from dflash.training.toy.small_target import SmallTargetSettings
 from dflash.training.toy.target import (
     TargetSettings,
     answer_loss,
-    answer_places,
+    answer_positions,
     build_target,
     model_config,
     rounded_to_bfloat16,
@@ -177,7 +177,7 @@ def test_answer_loss_is_the_mean_over_answer_tokens():
     tokens, response = mx.random.randint(0, 40, (2, 9)), np.concatenate([mask(9, (3, 9)), mask(9, (5, 7))])
     losses = nn.losses.cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
     expected = mx.concatenate([losses[0, 2:8], losses[1, 4:6]]).mean()
-    places = mx.array(answer_places(response))
+    places = mx.array(answer_positions(response))
     assert answer_loss(model, tokens, places).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
@@ -192,7 +192,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
         if number == stop_at:
             raise Interrupted
         rng = np.random.default_rng(number)
-        return mx.array(rng.integers(0, 40, (2, 9))), mx.array(answer_places(mask(9, (3, 9)).repeat(2, axis=0)))
+        return mx.array(rng.integers(0, 40, (2, 9))), mx.array(answer_positions(mask(9, (3, 9)).repeat(2, axis=0)))
 
     def run(folder, *stops):
         for stop_at in (*stops, None):

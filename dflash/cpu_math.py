@@ -18,7 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash.backend import on_cpu
+from .backend import on_cpu
 
 # exp(y) on [-1, 0], Chebyshev fit of degree 7: relative error 4e-9.
 _EXP = (

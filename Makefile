@@ -1,5 +1,6 @@
 # make demo    answer one request, plain and with DFlash, and compare
-# make test    run the tests            make check   lint, formatting, types
+# make test    run the tests, one process a core      make test-slow   those that take minutes each
+# make check   lint, formatting, types                make format      mend the first two
 # make pair    train the shipped pair from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
 # make publish copy runs/pair into the package
 # make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
@@ -12,13 +13,19 @@ BIN := $(VENV)/bin
 comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 
-.PHONY: demo test architectures check format pair publish
+# Tests run side by side, so each process keeps to one BLAS thread: two a core would wait for each other.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
+.PHONY: demo test test-slow architectures check format pair publish
 
 demo: $(VENV)/installed
 	$(BIN)/dflash demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest -n auto
+
+test-slow: $(VENV)/installed
+	$(TEST_ENV) $(BIN)/python -m pytest -m slow
 
 architectures: $(VENV)/installed
 	$(BIN)/python -m pytest -m architectures

@@ -1,9 +1,9 @@
-"""A small target, trained here from nothing: first its tokenizer, then the model.
+"""The toy target, trained from nothing: first its tokenizer, then the model.
 
     python -m dflash.training.toy.small_target configs/pair-target.yaml
 
 Knows the order of the two stages and where each leaves its files. Must not know how a stage works, or drafters.
-Stopped at any moment, the same command does what is left.
+After an interruption the same command does what is left.
 """
 
 import argparse
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 RECIPE, MAY_CHANGE = "recipe.json", {"folder", "target.fit.log_every", "target.fit.checkpoint_every"}
 
 LONGEST = 4096
-"""Tokens; what the tokenizer says of a target that does not say it itself."""
+"""Tokens: the tokenizer's ``model_max_length`` where the target's config sets none."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class TokenizerSettings:
 
 
 @dataclass(frozen=True)
-class HeldOutSettings:
-    """Requests of combinations that training never shows, for evaluation."""
+class HeldoutSettings:
+    """Requests for evaluation: combinations of operations that no training request holds."""
 
     samples: int
     seed: int
@@ -65,12 +65,12 @@ class HeldOutSettings:
 
 @dataclass(frozen=True)
 class SmallTargetSettings:
-    """One complete recipe. ``folder`` gets ``tokenizer``, ``fit-target`` on the way, and in the end ``target``."""
+    """One complete recipe. Its ``folder`` receives ``tokenizer``, then ``fit-target``, then ``target``."""
 
     folder: Path
     tokenizer: TokenizerSettings
     target: TargetSettings
-    heldout: HeldOutSettings
+    heldout: HeldoutSettings
 
 
 def tokenizer_stage(settings: SmallTargetSettings) -> Tokenizer:
@@ -84,8 +84,8 @@ def tokenizer_stage(settings: SmallTargetSettings) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def accuracy(model: nn.Module, tokenizer: Tokenizer, settings: HeldOutSettings) -> dict[str, float]:
-    """Share of held-out requests that greedy decoding answers right, over all and by kind."""
+def accuracy(model: nn.Module, tokenizer: Tokenizer, settings: HeldoutSettings) -> dict[str, float]:
+    """Fraction of the heldout requests that greedy decoding answers correctly, over all and by kind."""
     drawn = list(samples(settings.seed, settings.samples, "heldout"))
     prompts = [encode_prompt(tokenizer, sample.prompt) for sample in drawn]
     answers = generate_responses(model, prompts, [token_id(tokenizer, END)], [settings.max_tokens] * len(prompts))

@@ -1,9 +1,9 @@
-"""Prompts from outside the world: the beginnings of functions of Python's standard library.
+"""Prompts unlike the toy tasks: the first lines of functions of Python's standard library.
 
     python -m dflash.training.toy.stdlib_prompts 50 > outside.jsonl
     dflash bench --raw --prompts outside.jsonl
 
-Knows where Python keeps its sources. Must not know the world or any model.
+Knows where Python keeps its sources. Must not know the toy tasks or any model.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A small world of requests with one right answer each: functions to write, word problems to solve.
+"""The toy tasks: requests with one right answer each, functions to write and word problems to solve.
 
 Knows: how to draw samples of a split, and how to judge an answer (`check_answer`).
 Must not know: tokens, models, files. Everything is a function of the seed.
@@ -82,9 +82,9 @@ def sample(rng: random.Random, split: Split) -> Sample:
 def samples(seed: int, count: int, split: Split) -> Iterator[Sample]:
     """`count` samples with distinct prompts, the same for the same seed on every machine and run."""
     rng = random.Random(f"{split} {seed}")
-    seen: set[str] = set()
-    while len(seen) < count:
+    prompts: set[str] = set()
+    while len(prompts) < count:
         drawn = sample(rng, split)
-        if drawn.prompt not in seen:
-            seen.add(drawn.prompt)
+        if drawn.prompt not in prompts:
+            prompts.add(drawn.prompt)
             yield drawn

@@ -1,9 +1,9 @@
-"""Requests of the world as JSON lines.
+"""Requests of the toy tasks as JSON lines.
 
     python -m dflash.training.toy.tasks train 7000 --seed 2 > requests.jsonl
     python -m dflash.training.toy.tasks heldout 100 > heldout.jsonl
 
-Training requests come with the right response, held-out ones with what their answer is checked against.
+Training requests come with the right response, heldout ones with what their answer is checked against.
 Knows the form of a line. Must not know how a request is made.
 """
 

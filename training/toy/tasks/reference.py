@@ -42,8 +42,8 @@ def reference(check: dict[str, Any]) -> Callable[..., Any]:
 def telling_inputs(check: dict[str, Any], number: int) -> list[list[Any]]:
     """Argument lists to try, always the same for the same check; the first one is empty or smallest.
 
-    Many filters leave nothing of a random input, and then any code looks right: of more inputs than asked
-    for, those are taken first to which the reference gives an answer not seen before.
+    Many filters leave nothing of a random input, and then any code looks right. So more inputs are drawn than
+    asked for, and those come first for which the reference gives a new answer.
     """
     expected = reference(check)
     told: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""The held-out split: by combination of operations, never by numbers or wording.
+"""The heldout split: by combination of operations, never by numbers or wording.
 
 Knows: a stable hash of an unordered pair of operation names. Must not know: what operations do.
 """
@@ -12,14 +12,14 @@ from typing import Literal
 
 Split = Literal["train", "heldout"]
 
-HELD_OUT_PERCENT = 9  # enough pairs to measure on, and 5 in 9 four-operation pipelines stay in training
+HELDOUT_PERCENT = 9  # enough pairs to measure on, and 5 in 9 four-operation pipelines stay in training
 
 
 def is_heldout_pair(first: str, second: str) -> bool:
     """Whether no training sample may hold both operations; the same on every machine and run."""
     text = "|".join(sorted((first, second)))
     digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+    return int.from_bytes(digest[:4], "big") % 100 < HELDOUT_PERCENT
 
 
 def split_of(operations: Sequence[str]) -> Split:

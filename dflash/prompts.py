@@ -10,23 +10,28 @@ With a template such as ``"Question: {question}"`` a line's own keys make the pr
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dflash.errors import DataError
 from dflash.files import is_hub_name
 
+_OURS = ("messages", "prompt", "response", "completion")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FORMS = '{"prompt": "..."}, {"prompt": "...", "response": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, as chat templates take them; ``where`` they came from is for error messages only."""
+    """Messages in order, as chat templates take them; ``where`` they came from is for error messages only.
+
+    ``extra`` holds the other keys of the line, such as the answer that a prompt expects.
+    """
 
     messages: tuple[dict[str, str], ...]
     where: str
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def answered(self) -> bool:
@@ -36,7 +41,7 @@ class Conversation:
     def unanswered(self) -> "Conversation":
         """The same without its last response."""
         last = max(i for i, message in enumerate(self.messages) if message["role"] != "assistant")
-        return Conversation(self.messages[: last + 1], self.where)
+        return Conversation(self.messages[: last + 1], self.where, self.extra)
 
     @property
     def opening(self) -> tuple[dict[str, str], ...]:
@@ -136,7 +141,8 @@ def conversation(row: Any, where: str, template: str | None = None) -> Conversat
     else:
         keys = ", ".join(map(repr, row)) or "none"
         raise DataError(f"{where} has no 'prompt' or 'messages' (its keys: {keys}); name others in a template.")
-    return Conversation(_checked(messages, where), where)
+    extra = {key: value for key, value in row.items() if key not in _OURS}
+    return Conversation(_checked(messages, where), where, extra)
 
 
 def _exchange(row: dict[str, Any], where: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: finding them, reading safetensors, writing whole files or nothing.
+"""Folders and files: checkpoints found or downloaded, JSON and safetensors read, files written whole or not at all.
 
 Knows paths, the hub and the safetensors format. Must not know what the tensors mean.
 """
@@ -17,7 +17,7 @@ import mlx.core as mx
 from filelock import FileLock, Timeout
 from mlx.utils import tree_flatten, tree_unflatten
 
-from .errors import CheckpointError, DFlashError
+from .errors import CheckpointError, DFlashError, one_line
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
@@ -26,12 +26,14 @@ _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "
 def resolve_checkpoint(path_or_hub_name: str | Path) -> Path:
     """The local folder of a checkpoint; a hub name ``org/name`` that is no local path is downloaded.
 
-    Raises :class:`~dflash.errors.CheckpointError` if it is neither, or the download fails.
+    Raises :class:`~dflash.errors.CheckpointError` if it is neither, is empty, or cannot be downloaded.
     """
+    name = str(path_or_hub_name)
+    if not name.strip():
+        raise CheckpointError("The name of the checkpoint is empty; expected a folder, or a hub name 'org/model'.")
     path = Path(path_or_hub_name)
     if path.is_dir():
         return path
-    name = str(path_or_hub_name)
     if path.exists() or not is_hub_name(name):
         raise CheckpointError(
             f"No checkpoint folder at {name!r}; expected a folder with config.json and *.safetensors, "
@@ -42,9 +44,8 @@ def resolve_checkpoint(path_or_hub_name: str | Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS))
     except Exception as error:  # the hub client raises many unrelated kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"No folder {name!r} here, and it could not be downloaded from the hub: {reason}"
+            f"No folder {name!r} here, and it could not be downloaded from the hub: {one_line(error)}"
         ) from error
 
 
@@ -73,27 +74,64 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_safetensors(folder: Path) -> dict[str, mx.array]:
-    """All tensors of the ``*.safetensors`` files in ``folder``; pickled weights are never read."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} holds no *.safetensors file (pickled weights are not loaded).")
+    """All tensors of a checkpoint; pickled weights are never read.
+
+    Read are the files that ``model.safetensors.index.json`` lists, or without one every ``*.safetensors`` file.
+    Raises :class:`~dflash.errors.CheckpointError` if one is missing or damaged, or two files hold the same tensor.
+    """
     tensors: dict[str, mx.array] = {}
-    for file in files:
+    origin: dict[str, Path] = {}
+    listed = _indexed(folder)
+    for file in sorted({folder / name for name in listed.values()}) or _weight_files(folder):
         try:
             loaded = cast(dict[str, mx.array], mx.load(str(file)))
             mx.eval(loaded)
         except RuntimeError as error:
-            raise CheckpointError(f"{file} is damaged or truncated: {str(error).splitlines()[0]}") from error
+            raise CheckpointError(f"{file} is damaged or truncated: {one_line(error)}") from error
+        for name in loaded:
+            if name in origin:
+                raise CheckpointError(f"{name} is in both {origin[name]} and {file.name}; remove the older file.")
+            origin[name] = file
         tensors.update(loaded)
+    for name, of in listed.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder / of} lacks {name}, which {INDEX} lists; copy the file again.")
     return tensors
+
+
+INDEX = "model.safetensors.index.json"
+"""Lists the file of each tensor where a checkpoint is spread over several."""
+
+
+def _indexed(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the folder's index; empty without one."""
+    if not (folder / INDEX).exists():
+        return {}
+    files = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise CheckpointError(f'{folder / INDEX} must hold a "weight_map" from tensors to files.')
+    for name in sorted(set(files.values())):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{folder / INDEX} lists {name!r}; expected *.safetensors files of its own folder.")
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder / name} is missing; {INDEX} lists it. Copy or download it again.")
+    return files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors file (pickled weights are not loaded).")
+    return files
 
 
 @contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes that ask for ``folder`` out of it; a process that is killed lets go of it.
+    """Hold ``folder`` against other processes that ask for it. The system releases the lock of a killed process.
 
-    (Unless the disk has no locks that the system lets go of: then a killed one leaves ``.lock``, to be removed.)
-    Raises :class:`~dflash.errors.DFlashError` if another process holds it, ``OSError`` if it cannot be written to.
+    (On a disk without such locks a killed process leaves the file ``.lock``, which must be removed by hand.)
+    Raises :class:`~dflash.errors.DFlashError` if another process holds the folder, ``OSError`` if it cannot be
+    written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
@@ -110,11 +148,14 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a temporary file beside ``path``, then rename: the file is whole or not there.
 
-    The temporary name keeps the suffix of ``path`` (MLX picks a format by it). Raises ``OSError`` if the
-    folder cannot be written to or the disk is full, and says how much is free.
+    The temporary name keeps the suffix of ``path`` (MLX picks a format by it). Raises ``OSError`` with the reason,
+    and where the disk may be full with the room that is left on it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    except OSError as error:
+        raise OSError(f"Cannot write {path}: {error.strerror or one_line(error)}") from error
     os.close(handle)
     try:
         write(Path(name))
@@ -124,7 +165,7 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(name, path)
     except OSError as error:
         free = shutil.disk_usage(path.parent).free
-        raise OSError(f"{path} was not taken by the disk, with {free / 1e6:.0f} MB free ({error})") from error
+        raise OSError(f"Cannot write {path}: {error.strerror or one_line(error)} ({free / 1e6:.0f} MB free)") from error
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -146,7 +187,7 @@ def nested(arrays: dict[str, mx.array]) -> Any:
 
 
 def write_arrays(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, whole or not at all. Raises ``OSError`` if the disk does not take it."""
+    """Write a safetensors file, whole or not at all. Raises ``OSError`` if it cannot be written."""
     mx.eval(arrays)
 
     def write(file: Path) -> None:

@@ -7,11 +7,10 @@ targets or decoding.
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..backend import to_compute_dtype
 from ..errors import CheckpointError
-from ..files import atomic_write, read_json, read_safetensors, resolve_checkpoint, write_json
+from ..files import flat, read_json, read_safetensors, resolve_checkpoint, write_arrays, write_json
 from .config import DFlashConfig
 from .dflash import DFlashDraftModel
 
@@ -37,23 +36,19 @@ def load_drafter(path_or_hub_name: str | Path) -> DFlashDraftModel:
 
 
 def save_drafter(model: DFlashDraftModel, path: str | Path, dtype: mx.Dtype = mx.bfloat16) -> None:
-    """Write ``model`` to the folder ``path`` in the published format, each file whole or not at all."""
+    """Write ``model`` to the folder ``path`` in the published format, each file whole or not at all.
+
+    Raises ``OSError`` if the folder cannot be written to or the disk is full.
+    """
     path = Path(path)
-    weights = {name: w.astype(dtype) for name, w in _parameters(model).items()}
+    weights = {name: w.astype(dtype) for name, w in flat(model.parameters()).items()}
     config = model.config.to_dict() | {"dtype": str(dtype).removeprefix("mlx.core.")}
-    atomic_write(
-        path / "model.safetensors",
-        lambda file: mx.save_safetensors(str(file), weights, metadata={"format": "pt"}),
-    )
+    write_arrays(path / "model.safetensors", weights, metadata={"format": "pt"})
     write_json(path / "config.json", config)
 
 
-def _parameters(model: DFlashDraftModel) -> dict[str, mx.array]:
-    return dict(tree_flatten(model.parameters()))
-
-
 def _check_weights(model: DFlashDraftModel, weights: dict[str, mx.array], path: Path) -> None:
-    expected = {name: w.shape for name, w in _parameters(model).items()}
+    expected = {name: w.shape for name, w in flat(model.parameters()).items()}
     missing = sorted(expected.keys() - weights.keys())
     if missing:
         raise CheckpointError(f"{path} lacks {_some(missing)}; the file does not match its config.json.")

@@ -97,8 +97,8 @@ class DraftLayer(nn.Module):
 class ContextCache:
     """Context keys and values of every drafter layer, computed once per committed token.
 
-    ``layers`` are mlx-lm caches, so their arrays grow in place. A block borrows the slots behind the
-    context while it is attended to and gives them back at once: ``offset`` never counts block positions.
+    ``layers`` are mlx-lm caches, so their arrays grow in place. A block borrows the slots after the context while
+    it is attended to and gives them back at once: ``offset`` never counts block positions.
     """
 
     def __init__(self, num_layers: int):
@@ -199,7 +199,7 @@ class DFlashDraftModel(nn.Module):
             kv.update_and_fetch(*layer.self_attn.keys_values(context_BSE, offset))
 
     def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
-        """Fill the block behind ``anchor [1, 1]`` and return its first ``length`` tokens, greedily.
+        """Fill the block after ``anchor [1, 1]`` and return its first ``length`` tokens, greedily.
 
         The block is always ``block_size`` wide, as in training: how many tokens are used does not change
         what they are.
@@ -220,6 +220,9 @@ class DFlashDraftModel(nn.Module):
         def attend(queries_BHLD: mx.array, keys_BKLD: mx.array, values_BKLD: mx.array) -> mx.array:
             context, length = kv.offset, keys_BKLD.shape[2]
             mask = block_mask(context, length, config.window(layer), config.causal_in_block(layer))
+            # Update, then trim. The update writes the block into the cache's spare slots and returns one view of
+            # context and block, so nothing is concatenated. The trim only moves the offset back: this pass reads
+            # the view, and the next committed tokens overwrite the block, which is never part of the context.
             keys, values = kv.update_and_fetch(keys_BKLD, values_BKLD)
             kv.trim(length)
             scale = queries_BHLD.shape[-1] ** -0.5
@@ -229,7 +232,7 @@ class DFlashDraftModel(nn.Module):
 
 
 def block_mask(context: int, length: int, window: int | None, causal: bool) -> mx.array | None:
-    """What block positions see: boolean ``[length, context + length]``, or ``None`` for everything.
+    """What is visible to each block position: boolean ``[length, context + length]``, or ``None`` for everything.
 
     The query at absolute position ``t`` sees context positions ``> t - window``, and in its own block all
     positions, or only those up to itself where ``causal``.
@@ -239,6 +242,6 @@ def block_mask(context: int, length: int, window: int | None, causal: bool) -> m
     positions = mx.arange(context + length)
     queries = positions[context:, None]
     in_block = positions[None] >= context
-    seen_context = True if window is None else positions[None] > queries - window
-    seen_block = positions[None] <= queries if causal else True
-    return mx.where(in_block, seen_block, seen_context)
+    visible_context = True if window is None else positions[None] > queries - window
+    visible_block = positions[None] <= queries if causal else True
+    return mx.where(in_block, visible_block, visible_context)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens ``[1, length]`` and, where the drafter has them, their logits ``[1, length, V]``."""
+    """Drafted tokens ``[1, n]`` (integers) and, where the drafter has them, their logits ``[1, n, V]``."""
 
     tokens: mx.array
     logits: mx.array | None = None
@@ -24,8 +24,10 @@ class Proposal:
 class Drafter(Protocol):
     """Anything that proposes tokens: a block-diffusion model, n-gram lookup, a scripted one in tests.
 
-    ``block_size`` counts the anchor, so at most ``block_size - 1`` tokens are asked for.
-    ``target_layer_ids`` may be empty; features then have a last axis of size 0.
+    ``block_size`` is at least 1 and counts the anchor, so at most ``block_size - 1`` tokens are asked for. A decoder
+    uses the drafter's own block size unless it is told a smaller one. ``target_layer_ids`` may be empty; features
+    then have a last axis of size 0. What :func:`~dflash.drafters.checks.check_drafter` says of an object without
+    these parts is one line.
     """
 
     @property
@@ -49,4 +51,9 @@ class Drafter(Protocol):
         """Append newly committed ``tokens [1, S]`` with their ``features [1, S, F]``, in order."""
 
     def propose(self, anchor: mx.array, length: int, cache: Any) -> Proposal:
-        """Draft ``length >= 1`` tokens to follow ``anchor [1, 1]``, the token at ``cache.offset``."""
+        """Draft up to ``length >= 1`` tokens to follow ``anchor [1, 1]``, the token at ``cache.offset``.
+
+        Fewer are welcome, none too: ``Proposal(mx.zeros((1, 0), mx.int32))``. The target then verifies fewer
+        positions, or writes one token plainly, as when an n-gram drafter finds no match. Ids are those of the
+        target's vocabulary. The cache must hold afterwards what it held before.
+        """

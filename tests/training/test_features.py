@@ -211,7 +211,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_same_command_continues(tmp_pat
     command = ["cache-features", write_recipe(tmp_path), "--set", f"data.cached_features={tmp_path / 'features'}"]
     full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True)
     assert full.returncode == 1
-    wrong = rf"error: {tmp_path}/features/000000.safetensors was not taken by the disk, with \d+ MB free .*"
+    wrong = rf"error: Cannot write {tmp_path}/features/000000.safetensors: .* \(\d+ MB free\)"
     assert re.fullmatch(wrong, full.stderr.splitlines()[-1]), full.stderr
     assert set(files(tmp_path / "features")) == {"manifest.json", ".lock"}
     assert invoke(*command).exit_code == 0

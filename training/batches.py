@@ -48,8 +48,12 @@ def trainable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
     return sequences.select(kept), np.flatnonzero(kept)
 
 
+Blocks = tuple[mx.array, mx.array, mx.array]
+"""Tokens and loss mask ``[N, S]`` and anchors ``[N, A]``: a batch that no target has read yet."""
+
+
 class Batches:
-    """``batches(number)`` gives tokens, response mask ``[N, S]`` and anchors ``[N, A]``; epoch after epoch.
+    """``batches(number)`` gives tokens, loss mask and anchors; epoch after epoch.
 
     ``A`` is the least of ``settings.anchors``, what the batch's longest response offers, and an even share of
     ``settings.max_blocks_per_batch``. ``len`` is the number of batches in ``epochs``, or in as many whole epochs as
@@ -69,11 +73,11 @@ class Batches:
     def __len__(self) -> int:
         return len(self._plan)
 
-    def __call__(self, number: int) -> tuple[mx.array, mx.array, mx.array]:
+    def __call__(self, number: int) -> Blocks:
         rows = self._plan[number]
         tokens, loss_mask = pad_batch(self.sequences, rows, self._starts)
-        share = max(1, self.settings.max_blocks_per_batch // len(rows))
-        count = min(self.settings.anchors, int(self._offers[rows].max()), share)
+        per_row = max(1, self.settings.max_blocks_per_batch // len(rows))
+        count = min(self.settings.anchors, int(self._offers[rows].max()), per_row)
         anchors = select_anchors(loss_mask, count, np.random.default_rng([self.settings.seed, number]))
         return mx.array(tokens), mx.array(loss_mask), mx.array(anchors)
 

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import mlx.core as mx
@@ -33,8 +34,9 @@ from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads
 from dflash.cpu_math import softmax
 
 from .drafters.attention import block_attention
-from .drafters.forward import BlockAttention, TargetPass, drafter_loss
-from .drafters.loss import ObjectiveSettings
+from .drafters.forward import BlockAttention
+from .drafters.loss import Batch, drafter_loss
+from .drafters.objectives import ObjectiveSettings
 from .drafters.targets import select_anchors
 
 
@@ -43,15 +45,15 @@ def dense_mask(anchors_NA: mx.array, context: int, size: int, window: int | None
     anchors_NX = mx.repeat(anchors_NA, size, axis=1)[..., None]
     within_X = mx.arange(anchors_NA.shape[1] * size) % size
     positions, keys = anchors_NX + within_X[:, None], mx.arange(context)
-    seen_context = keys < anchors_NX
+    visible_context = keys < anchors_NX
     if window is not None:
-        seen_context = seen_context & (keys > positions - window)
+        visible_context = visible_context & (keys > positions - window)
     block_X = mx.arange(within_X.size) // size
-    seen_blocks = block_X[:, None] == block_X
+    visible_blocks = block_X[:, None] == block_X
     if causal:
-        seen_blocks = seen_blocks & (within_X[:, None] >= within_X)
-    seen_blocks = mx.broadcast_to(seen_blocks, (len(anchors_NA), *seen_blocks.shape))
-    return mx.where(mx.concatenate([seen_context, seen_blocks], axis=-1), 0.0, -1e9)
+        visible_blocks = visible_blocks & (within_X[:, None] >= within_X)
+    visible_blocks = mx.broadcast_to(visible_blocks, (len(anchors_NA), *visible_blocks.shape))
+    return mx.where(mx.concatenate([visible_context, visible_blocks], axis=-1), 0.0, -1e9)
 
 
 class DenseAttention:
@@ -141,17 +143,17 @@ def build(shape: Shape) -> DFlashDraftModel:
 
 
 def step(model: DFlashDraftModel, context: int, anchors: int, chunk: int) -> Callable[[BlockAttention], mx.array]:
-    """``run(attention)``: loss and gradients on one sequence, whose response is all but its first eighth."""
+    """``run(attention)``: loss and gradients on one sequence; its response is all but the first eighth."""
     config, rng = model.config, np.random.default_rng(0)
     tokens = mx.array(rng.integers(0, config.vocab_size, (1, context)))
-    response = np.arange(context)[None] >= context // 8
+    loss_mask = np.arange(context)[None] >= context // 8
     features = mx.random.normal((1, context, len(config.target_layer_ids) * config.hidden_size))
-    arrays = tokens, mx.array(response), mx.array(select_anchors(response, anchors, rng))
-    mx.eval(features, arrays)
+    batch = Batch(tokens, mx.array(loss_mask), mx.array(select_anchors(loss_mask, anchors, rng)), features)
+    mx.eval(batch)
 
     def run(attention: BlockAttention) -> mx.array:
-        loss = drafter_loss(lambda _: TargetPass(features), ObjectiveSettings(chunk=chunk), attention=attention)
-        value, gradients = nn.value_and_grad(model, loss)(model, *arrays)
+        loss = partial(drafter_loss, objective=ObjectiveSettings(chunk=chunk), attention=attention)
+        value, gradients = nn.value_and_grad(model, loss)(model, batch)
         mx.eval(value, gradients)
         return value
 

@@ -1,6 +1,6 @@
 """What the frozen target makes of a dataset, on disk: computed once, read in every epoch.
 
-Knows the target's pass, files, and sequences by their number in the dataset. Must not know drafters or losses.
+Knows the frozen target, files, and sequences by their number in the dataset. Must not know drafters or losses.
 
     manifest.json         what is cached, written before the first file
     000000.safetensors    for each shard of the dataset a file, whole or not there: `{number}.features [L, F]`
@@ -28,9 +28,10 @@ from dflash import LoadedTargetModel
 from dflash.errors import CheckpointError, DataError
 from dflash.files import atomic_write, read_json, remove_unfinished, write_json
 
-from .batches import Batches, trainable
+from .batches import Batches, Blocks, trainable
 from .data.dataset import MANIFEST, dataset_fingerprint, read_manifest, read_shard, shard_path
 from .data.sequences import Ints, Sequences, pad_batch, plan_batches
+from .drafters.loss import Batch
 from .recipe import DataSettings
 
 logger = logging.getLogger(__name__)
@@ -41,19 +42,12 @@ _DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 """Names of the safetensors format."""
 
 
-def target_pass(
-    target: LoadedTargetModel, tokens_NS: mx.array, layer_ids: Sequence[int], with_hidden: bool
-) -> dict[str, mx.array]:
-    """Lazy ``features [N, S, F]`` and, if asked, final ``hidden`` states ``[N, S, E]``."""
-    hidden, features = target.forward_hidden(tokens_NS, None, layer_ids)
-    return {"features": features, "hidden": hidden} if with_hidden else {"features": features}
-
-
 def describe(
     data: DataSettings, sequences: Sequences, target: LoadedTargetModel, layer_ids: Sequence[int], with_hidden: bool
 ) -> dict[str, Any]:
     """What a cache must be of to serve this dataset, opened for this target, and these layers."""
-    arrays = target_pass(target, mx.zeros((1, 1), mx.int32), layer_ids, with_hidden)  # never computed
+    hidden, features = target.forward_hidden(mx.zeros((1, 1), mx.int32), None, layer_ids)  # never computed
+    arrays = {"features": features, "hidden": hidden} if with_hidden else {"features": features}
     names = {dtype: name for name, dtype in _DTYPES.items()}
     return {
         "format": FORMAT,
@@ -123,10 +117,11 @@ def _computed(
     starts = sequences.starts
     for rows in plan:
         tokens_NS = mx.array(pad_batch(sequences, rows, starts)[0])
-        passed = target_pass(target, tokens_NS, manifest["layer_ids"], "hidden" in manifest["arrays"])
-        mx.eval(passed)
+        hidden, features = target.forward_hidden(tokens_NS, None, manifest["layer_ids"])
+        arrays = [features, hidden] if "hidden" in manifest["arrays"] else [features]
+        mx.eval(arrays)
         for i, length in enumerate(sequences.lengths[rows].tolist()):
-            yield from (array[i, :length] for array in passed.values())
+            yield from (array[i, :length] for array in arrays)
             bar.update(length)
 
 
@@ -194,7 +189,7 @@ class CachedFeatures:
             raise DataError(f"The features in {folder} are not finished; give 'dflash cache-features' again.")
 
     def read(self, numbers: Ints) -> list[mx.array]:
-        """Each array ``[N, S, ..]`` of the sequences ``numbers``, with zeros behind the shorter ones.
+        """Each array ``[N, S, ..]`` of the sequences ``numbers``, with zeros after the shorter ones.
 
         Files are opened anew for every batch: their arrays are read when used, and would then be kept.
         Raises :class:`~dflash.errors.DataError` for a damaged file.
@@ -217,9 +212,31 @@ class CachedFeatures:
         return batch
 
 
-def with_cached_features(batches: Batches, cached: CachedFeatures) -> Callable[[int], tuple[mx.array, ...]]:
-    """Batches with the target's features ``[N, S, F]`` behind their other arrays, and final hidden states if wanted."""
-    return lambda number: (*batches(number), *cached.read(batches.members(number)))
+def with_cached_features(batches: Batches, cached: CachedFeatures) -> Callable[[int], Batch]:
+    """``batches`` with the features of their sequences, and the target's final hidden states where wanted."""
+    return lambda number: Batch(*batches(number), *cached.read(batches.members(number)))
+
+
+# --- without a cache ----------------------------------------------------------------------------------------
+
+
+def with_target_pass(
+    batches: Callable[[int], Blocks], target: LoadedTargetModel, layer_ids: Sequence[int], with_hidden: bool
+) -> Callable[[int], Batch]:
+    """``batches`` with the features of one pass of the frozen target, and its final hidden states if asked.
+
+    They are computed before the gradient is taken, in the thread that asks: most of mlx-lm's models are not
+    made to run in several threads.
+    """
+
+    def batch(number: int) -> Batch:
+        tokens, loss_mask, anchors = batches(number)
+        hidden, features = target.forward_hidden(tokens, None, layer_ids)
+        made = Batch(tokens, loss_mask, anchors, features, hidden if with_hidden else None)
+        mx.eval(made)
+        return made
+
+    return batch
 
 
 # --- both ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Knows names, defaults and which values go together. Must not know how anything i
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .drafters.loss import ObjectiveSettings
+from .drafters.objectives import ObjectiveSettings
 from .loop.optimizer import AdamWSettings, MuonSettings
 from .settings import require
 

@@ -10,7 +10,6 @@ what :mod:`~dflash.training.loop.checkpoints` says, and in the end ``drafter/`` 
 import json
 import logging
 import zlib
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,17 @@ from dflash.files import exclusive_lock, remove_unfinished, write_json
 from .batches import Batches
 from .data.dataset import dataset_fingerprint, open_dataset, read_manifest
 from .drafters.init import drafter_config, new_drafter
-from .drafters.objective import batch_loss
+from .drafters.loss import Batch, drafter_loss
 from .evaluate import heldout_prompts, measure
 from .export import EXPORTED, export, require_only_a_drafter
-from .features import CachedFeatures, describe, require_features, target_pass, with_cached_features, write_features
+from .features import (
+    CachedFeatures,
+    describe,
+    require_features,
+    with_cached_features,
+    with_target_pass,
+    write_features,
+)
 from .loop.checkpoints import BEST, LOG, STATE
 from .loop.claims import check_same_run
 from .loop.distributed import Ranks
@@ -87,9 +93,10 @@ def _train(recipe: Recipe, ranks: Ranks) -> Path:
     settings = fit_settings(recipe, batches, target)
     prompts = _prompts(recipe, target)
     drafter = new_drafter(recipe.drafter, target)
-    layer_ids, with_hidden = drafter.target_layer_ids, recipe.objective.share_of_kl > 0
-    with_features = with_target_pass(batches, target, layer_ids, with_hidden)
-    if recipe.data.cached_features is not None:
+    layer_ids, with_hidden = drafter.target_layer_ids, recipe.objective.needs_target_logits
+    if recipe.data.cached_features is None:
+        with_features = with_target_pass(batches, target, layer_ids, with_hidden)
+    else:
         wanted = describe(recipe.data, sequences, target, layer_ids, with_hidden)
         with_features = with_cached_features(batches, CachedFeatures(recipe.data.cached_features, wanted))
 
@@ -109,6 +116,12 @@ def _train(recipe: Recipe, ranks: Ranks) -> Path:
         bar = tqdm(ranks.shard(prompts), "evaluate", leave=False, disable=None if ranks.is_main else True)
         return ranks.all_reduce_sum(measure(target, drafter, bar, recipe.run.evaluate_tokens)).results()
 
+    def loss(model: Any, batch: Batch) -> mx.array:
+        checkpointed = recipe.run.grad_checkpoint
+        return drafter_loss(
+            model, batch, recipe.objective, target.head, dtype=drafter_dtype(target), grad_checkpoint=checkpointed
+        )
+
     finished = folder / FINISHED
     if ranks.is_main:
         for name in (CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
@@ -118,7 +131,7 @@ def _train(recipe: Recipe, ranks: Ranks) -> Path:
     fit(
         drafter,
         with_features,
-        batch_loss(recipe.objective, target.head, drafter_dtype(target), recipe.run.grad_checkpoint),
+        loss,
         settings,
         folder,
         evaluate,
@@ -145,7 +158,7 @@ def cache_features(recipe: Recipe) -> Path:
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
     layer_ids = drafter_config(recipe.drafter, target).target_layer_ids
-    wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.share_of_kl > 0)
+    wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.needs_target_logits)
     with exclusive_lock(folder):
         write_features(folder, recipe.data, sequences, target, wanted)
     return folder
@@ -180,27 +193,6 @@ def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel) ->
         max_loss_spike=run.max_loss_spike,
         optimizer=recipe.optimizer,
     )
-
-
-def with_target_pass(
-    batches: Callable[[int], tuple[mx.array, ...]],
-    target: LoadedTargetModel,
-    layer_ids: tuple[int, ...],
-    with_hidden: bool,
-) -> Callable[[int], tuple[mx.array, ...]]:
-    """Batches with the target's features ``[N, S, F]`` behind their other arrays, and final hidden states if asked.
-
-    They are computed before the gradient is taken, in the thread that asks: most of mlx-lm's models are not
-    made to run in several threads.
-    """
-
-    def batch(number: int) -> tuple[mx.array, ...]:
-        tokens, *others = batches(number)
-        seen = target_pass(target, tokens, layer_ids, with_hidden).values()
-        mx.eval(*seen)
-        return tokens, *others, *seen
-
-    return batch
 
 
 def drafter_dtype(target: LoadedTargetModel) -> mx.Dtype:

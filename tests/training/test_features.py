@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,11 +25,10 @@ from dflash.training.batches import Batches
 from dflash.training.data import dataset as shards
 from dflash.training.data.sequences import Sequences
 from dflash.training.drafters.init import new_drafter
-from dflash.training.drafters.loss import ObjectiveSettings
-from dflash.training.drafters.objective import batch_loss
+from dflash.training.drafters.loss import drafter_loss
+from dflash.training.drafters.objectives import ObjectiveSettings
 from dflash.training.loop.fit import FitSettings, fit
 from dflash.training.recipe import DataSettings, DrafterShape
-from dflash.training.train import with_target_pass
 
 LAYERS = (0, 2)
 SHAPE = DrafterShape(
@@ -80,13 +80,13 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("kind", ["cross_entropy", "mix"])
 def test_a_run_ends_with_the_same_weights_with_and_without_the_cache(name, kind, tmp_path):
     objective = ObjectiveSettings(kind)
-    with_hidden = objective.share_of_kl > 0
+    with_hidden = objective.needs_target_logits
     it, results = made(tmp_path, name, with_hidden), []
-    computed = with_target_pass(it.batches, it.target, LAYERS, with_hidden)
+    computed = fc.with_target_pass(it.batches, it.target, LAYERS, with_hidden)
     cached = fc.with_cached_features(it.batches, fc.CachedFeatures(it.folder, it.wanted))
     for number, batch in enumerate((computed, cached)):
         drafter = new_drafter(SHAPE, it.target)
-        loss = batch_loss(objective, it.target.head, mx.float32)
+        loss = partial(drafter_loss, objective=objective, head=it.target.head, dtype=mx.float32)
         fit(drafter, batch, loss, FitSettings(steps=3), tmp_path / str(number))
         results.append(dict(tree_flatten(drafter.parameters())))
     for key, weight in results[0].items():
@@ -95,15 +95,16 @@ def test_a_run_ends_with_the_same_weights_with_and_without_the_cache(name, kind,
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_cached_arrays_are_bit_for_bit_what_the_target_computed_in_its_dtype(dtype, tmp_path, monkeypatch):
-    passes, real = [], fc.target_pass
+    passes, real = [], LoadedTargetModel.forward_hidden
 
     def recorded(target, tokens, *others):
-        passes.append((tokens, real(target, tokens, *others)))
-        return passes[-1][1]
+        hidden, features = real(target, tokens, *others)
+        passes.append((tokens, (features, hidden)))
+        return hidden, features
 
-    monkeypatch.setattr(fc, "target_pass", recorded)
+    monkeypatch.setattr(LoadedTargetModel, "forward_hidden", recorded)
     it = made(tmp_path, dtype=dtype)
-    computed = {tuple(t.tolist()): [a[i] for a in p.values()] for tokens, p in passes for i, t in enumerate(tokens)}
+    computed = {tuple(t.tolist()): [a[i] for a in p] for tokens, p in passes for i, t in enumerate(tokens)}
     cached = fc.CachedFeatures(it.folder, it.wanted)
     for number in it.batches.numbers.tolist():
         start, length = it.sequences.starts[number], it.sequences.lengths[number]
@@ -154,15 +155,16 @@ def test_a_killed_run_goes_on_with_the_missing_files_to_the_same_bytes(tmp_path,
     it = made(tmp_path)
     whole = files(it.folder)
     shutil.rmtree(it.folder)
-    calls, real = [], fc.target_pass
+    calls, real = [], LoadedTargetModel.forward_hidden
 
-    def killed(*args):
-        calls.append(args)
+    def killed(target, tokens, *others):
+        if tokens.shape != (1, 1):  # that one finds out widths and dtypes
+            calls.append(tokens)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return real(*args)
+        return real(target, tokens, *others)
 
-    monkeypatch.setattr(fc, "target_pass", killed)
+    monkeypatch.setattr(LoadedTargetModel, "forward_hidden", killed)
     with pytest.raises(KeyboardInterrupt):
         it.write()
     there = set(files(it.folder))
@@ -301,7 +303,7 @@ def test_the_command_makes_features_that_train_reads_without_running_the_target(
     answer = invoke("cache-features", recipe, *cached)
     assert answer.exit_code == 0, answer.stderr
     assert answer.stdout.strip() == str(tmp_path / "features")
-    monkeypatch.setattr("dflash.training.train.target_pass", None)
+    monkeypatch.setattr("dflash.training.train.with_target_pass", None)
     answer = invoke("train", recipe, *cached, "--set", f"run.folder={tmp_path / 'again'}")
     assert answer.exit_code == 0, answer.stderr
     for key, weight in mx.load(str(tmp_path / "again" / "drafter" / "model.safetensors")).items():

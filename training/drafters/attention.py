@@ -11,10 +11,10 @@ sorted anchors spread evenly over a whole sequence that leaves `A * B * (S / 2 +
 S 2048, A 256 and B 16 18 % of the dense mask's. Of a sliding layer it leaves its window.
 
 Only `M * B * (S + B)` of the scores exist at any time, forward or backward: the backward pass computes the
-weights of each piece again from the logarithm of its softmax's sum (as FlashAttention does, Dao et al. 2022),
-and one piece waits for the one before it.
+weights of each tile again from the logarithm of its softmax's sum (FlashAttention, arXiv:2205.14135), and one
+tile waits for the one before it.
 
-Shapes: N sequences, S context length, A anchors a sequence, M anchors of a piece, B block size, H query heads,
+Shapes: N sequences, S context length, A anchors a sequence, M anchors of a tile, B block size, H query heads,
 K key-value heads, G query heads a key-value head, X = G * B, D head size.
 """
 
@@ -35,8 +35,8 @@ Arrays = tuple[mx.array, ...]
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Neighbouring anchors ``[first:last]`` and the context ``[start:stop]`` that any of them sees."""
+class _Tile:
+    """Neighbouring anchors ``[first:last]`` and the context ``[start:stop]`` that at least one of them sees."""
 
     first: int
     last: int
@@ -50,14 +50,22 @@ class _Piece:
         return x_NKSD[:, :, self.start : self.stop]
 
     def into_context(self, x_NKSD: mx.array, context: int) -> mx.array:
+        """Zeros around ``[start:stop]``: context that no query of the tile sees gets no gradient from it."""
         return mx.pad(x_NKSD, [(0, 0), (0, 0), (self.start, context - self.stop), (0, 0)])
 
 
-def _pieces(anchors_NA: np.ndarray, window: int | None) -> Iterator[_Piece]:
+def _tiles(anchors_NA: np.ndarray, window: int | None) -> Iterator[_Tile]:
+    """All anchors, a tile at a time.
+
+    Rows of a tile may be padded on both sides, with context that some blocks do not see (:func:`context_mask` hides
+    it) and with repeated anchors that only fill a row (they are computed, and count nowhere). ``stop`` is the last
+    anchor itself, which is not seen, but never less than ``start + 1``: a block at position 0 sees no context, and
+    a softmax over no columns has no largest score.
+    """
     for first in range(0, anchors_NA.shape[1], _ANCHORS_AT_ONCE):
         some = anchors_NA[:, first : first + _ANCHORS_AT_ONCE]
         start = 0 if window is None else max(0, int(some.min()) - window + 1)
-        yield _Piece(first, first + some.shape[1], start, max(start + 1, int(some.max())))
+        yield _Tile(first, first + some.shape[1], start, max(start + 1, int(some.max())))
 
 
 def context_mask(anchors_NA: mx.array, start: int, stop: int, size: int, window: int | None) -> mx.array:
@@ -68,67 +76,72 @@ def context_mask(anchors_NA: mx.array, start: int, stop: int, size: int, window:
     """
     keys = mx.arange(start, stop)
     anchors = anchors_NA[..., None, None]
-    seen = keys < anchors
+    visible = keys < anchors
     if window is not None:
-        seen = seen & (keys > anchors + mx.arange(size)[:, None] - window)
-    return mx.where(seen, 0.0, _HIDDEN)
+        visible = visible & (keys > anchors + mx.arange(size)[:, None] - window)
+    return mx.where(visible, 0.0, _HIDDEN)
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """One attention over all pieces. Queries ``[N, K, A, X, D]`` are scaled already."""
+    """One attention, tile by tile. Queries ``[N, K, A, X, D]`` are scaled already."""
 
     size: int
     window: int | None
     causal: bool
 
     def scores(
-        self, piece: _Piece, anchors_NM: mx.array, q_NKMXD: mx.array, k_NKMBD: mx.array, ck_NKSD: mx.array
+        self, tile: _Tile, anchors_NM: mx.array, q_NKMXD: mx.array, k_NKMBD: mx.array, ck_NKSD: mx.array
     ) -> Arrays:
         """Against the context ``[N, K, M, X, S]`` and inside each block ``[N, K, M, X, B]``, in float32."""
         n, heads, m, x, _ = q_NKMXD.shape
-        of_context = _together(q_NKMXD) @ ck_NKSD.swapaxes(-1, -2)
+        of_context = merge_queries(q_NKMXD) @ ck_NKSD.swapaxes(-1, -2)
         of_block = q_NKMXD @ k_NKMBD.swapaxes(-1, -2)
         by_position = n, heads, m, x // self.size, self.size, -1
-        mask = context_mask(anchors_NM, piece.start, piece.stop, self.size, self.window)[:, None, :, None]
+        mask = context_mask(anchors_NM, tile.start, tile.stop, self.size, self.window)[:, None, :, None]
         of_context = of_context.astype(mx.float32).reshape(by_position) + mask
         of_block = of_block.astype(mx.float32).reshape(by_position)
         if self.causal:
             of_block = of_block + mx.where(mx.tri(self.size, dtype=mx.bool_), 0.0, _HIDDEN)
         return of_context.reshape(n, heads, m, x, -1), of_block.reshape(n, heads, m, x, -1)
 
-    def forward(self, piece: _Piece, inputs: Arrays) -> Arrays:
+    def forward(self, tile: _Tile, inputs: Arrays) -> Arrays:
         """Outputs ``[N, K, M, X, D]`` and the logarithm ``[N, K, M, X, 1]`` of each softmax's sum."""
         anchors_NM, q_NKMXD, k, v, ck, cv = inputs
-        of_context, of_block = self.scores(piece, anchors_NM, q_NKMXD, k, ck)
+        of_context, of_block = self.scores(tile, anchors_NM, q_NKMXD, k, ck)
+        # The softmax over [context, block] without joining the two: both parts are shifted by the larger of their
+        # maxima (so no exp is above 1) and share one sum; weights are divided once, after the products with values.
         top = mx.maximum(of_context.max(-1, keepdims=True), of_block.max(-1, keepdims=True))
         of_context, of_block = shifted_exp(of_context, top), shifted_exp(of_block, top)
         total = of_context.sum(-1, keepdims=True) + of_block.sum(-1, keepdims=True)
-        out = (_together(of_context).astype(q_NKMXD.dtype) @ cv).reshape(q_NKMXD.shape)
+        out = (merge_queries(of_context).astype(q_NKMXD.dtype) @ cv).reshape(q_NKMXD.shape)
         out = (out + of_block.astype(q_NKMXD.dtype) @ v) / total
         return out.astype(q_NKMXD.dtype), top + mx.log(total)
 
-    def backward(self, piece: _Piece, inputs: Arrays, outputs: Arrays, d_out_NKMXD: mx.array) -> Arrays:
+    def backward(self, tile: _Tile, inputs: Arrays, outputs: Arrays, d_out_NKMXD: mx.array) -> Arrays:
         """Gradients of all ``inputs`` of :meth:`forward` but the anchors, from its ``outputs``."""
         (anchors_NM, q_NKMXD, k, v, ck, cv), (out_NKMXD, log_total) = inputs, outputs
-        dtype, scores = q_NKMXD.dtype, self.scores(piece, anchors_NM, q_NKMXD, k, ck)
+        dtype, scores = q_NKMXD.dtype, self.scores(tile, anchors_NM, q_NKMXD, k, ck)
         weights_context, weights_block = (shifted_exp(s, log_total) for s in scores)
+        # With out = sum_j w_j v_j and w = softmax(s), the Jacobian dw_j/ds_i = w_j (1[i = j] - w_i) gives
+        # dL/ds_j = w_j (d_out . v_j - sum_i w_i d_out . v_i). The sum is d_out . out: one number a query, known from
+        # the forward pass, the same for context and block.
         mean = (out_NKMXD * d_out_NKMXD).astype(mx.float32).sum(-1, keepdims=True)
-        q, d_out = _together(q_NKMXD), _together(d_out_NKMXD)
+        q, d_out = merge_queries(q_NKMXD), merge_queries(d_out_NKMXD)
         d_context = (d_out @ cv.swapaxes(-1, -2)).reshape(weights_context.shape)
-        d_context = _together((weights_context * (d_context - mean)).astype(dtype))
+        d_context = merge_queries((weights_context * (d_context - mean)).astype(dtype))
         d_block = (weights_block * (d_out_NKMXD @ v.swapaxes(-1, -2) - mean)).astype(dtype)
         return (
             (d_context @ ck).reshape(q_NKMXD.shape) + d_block @ k,
             d_block.swapaxes(-1, -2) @ q_NKMXD,
             weights_block.astype(dtype).swapaxes(-1, -2) @ d_out_NKMXD,
             d_context.swapaxes(-1, -2) @ q,
-            _together(weights_context).astype(dtype).swapaxes(-1, -2) @ d_out,
+            merge_queries(weights_context).astype(dtype).swapaxes(-1, -2) @ d_out,
         )
 
 
-def _together(x_NKMXD: mx.array) -> mx.array:
-    """``[N, K, M * X, D]``: all queries of a piece side by side, for the context that they share."""
+def merge_queries(x_NKMXD: mx.array) -> mx.array:
+    """``[N, K, M * X, D]``: all queries of a tile side by side, for the context that they share."""
     return x_NKMXD.flatten(2, 3)
 
 
@@ -150,30 +163,30 @@ def block_attention(
     """
     (n, _), (heads, size, head_size) = anchors_NA.shape, queries.shape[1:]
     groups, context = heads // keys.shape[1], context_keys.shape[2]
-    pieces = list(_pieces(np.array(anchors_NA), window))
+    tiles = list(_tiles(np.array(anchors_NA), window))
     attention = _Attention(size, window, causal)
 
-    def waiting(done: list[Arrays], piece: _Piece, arrays: Arrays, *of_blocks: mx.array) -> Arrays:
-        """What a piece reads, none of it before the last of ``done`` is computed."""
-        inputs = [anchors_NA[:, piece.first : piece.last], *(piece.of_blocks(x) for x in arrays[:3])]
-        inputs += [*(piece.of_context(x) for x in arrays[3:]), *(piece.of_blocks(x) for x in of_blocks)]
+    def waiting(done: list[Arrays], tile: _Tile, arrays: Arrays, *of_blocks: mx.array) -> Arrays:
+        """What a tile reads, none of it before the last of ``done`` is computed."""
+        inputs = [anchors_NA[:, tile.first : tile.last], *(tile.of_blocks(x) for x in arrays[:3])]
+        inputs += [*(tile.of_context(x) for x in arrays[3:]), *(tile.of_blocks(x) for x in of_blocks)]
         return tuple(mx.depends(inputs, list(done[-1])) if done else inputs)
 
     @mx.custom_function
     def attend(*arrays: mx.array) -> Arrays:
         done: list[Arrays] = []
-        for piece in pieces:
-            done.append(attention.forward(piece, waiting(done, piece, arrays)))
+        for tile in tiles:
+            done.append(attention.forward(tile, waiting(done, tile, arrays)))
         return tuple(mx.concatenate(list(results), axis=2) for results in zip(*done, strict=True))
 
     @attend.vjp
     def gradients(arrays: Arrays, cotangents: Arrays, outputs: Arrays) -> Arrays:
         done: list[Arrays] = []
-        for piece in pieces:
-            *inputs, out, log_total, d_out = waiting(done, piece, arrays, *outputs, cotangents[0])
-            done.append(attention.backward(piece, tuple(inputs), (out, log_total), d_out))
+        for tile in tiles:
+            *inputs, out, log_total, d_out = waiting(done, tile, arrays, *outputs, cotangents[0])
+            done.append(attention.backward(tile, tuple(inputs), (out, log_total), d_out))
         of_blocks = [mx.concatenate([d[i] for d in done], axis=2) for i in range(3)]
-        of_context = [[p.into_context(d[i], context) for p, d in zip(pieces, done, strict=True)] for i in (3, 4)]
+        of_context = [[t.into_context(d[i], context) for t, d in zip(tiles, done, strict=True)] for i in (3, 4)]
         return *of_blocks, *(sum(parts[1:], parts[0]) for parts in of_context)
 
     out, _ = cast(

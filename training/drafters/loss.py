@@ -1,72 +1,179 @@
-"""What a drafter is trained for: losses of single predictions, and their mean, a chunk at a time.
+"""The loss of a batch: hidden states of all its blocks, what they should predict, and the mean, a chunk at a time.
 
-Knows logits and weights. Must not know models or where the weights come from.
+Knows how forward, targets and objective fit together. Must not know any one target architecture, files, or how
+a block is decoded.
 
-Shapes: T predictions, C predictions of a chunk, V vocabulary, E hidden size.
+Shapes: N sequences, S sequence length, A anchors a sequence, B block size, F feature size, E hidden size,
+T predictions that count, C predictions of a chunk, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
 
-from dflash.cpu_math import cross_entropy, logsumexp, softmax
+from dflash import DFlashDraftModel
 
-from ..settings import SettingsError
+from .attention import block_attention
+from .forward import BlockAttention, draft_hidden
+from .objectives import ObjectiveSettings, Predictions
+from .targets import block_targets, flat_positions, position_weights
 
-CROSS_ENTROPY, KL, MIX = "cross_entropy", "kl", "mix"
+Head = Callable[[mx.array], mx.array]
+"""The target's head: final hidden states ``[.., E]`` to logits ``[.., V]``."""
+
+
+class Batch(NamedTuple):
+    """What a drafter is trained on at once.
+
+    ``tokens [N, S]``; ``loss_mask [N, S]``, true on responses; ``anchors [N, A]``; and what the frozen target made of
+    the tokens: ``features [N, S, F]`` and, for objectives that need the target's logits, its final hidden states
+    ``target_hidden [N, S, E]``.
+    """
+
+    tokens: mx.array
+    loss_mask: mx.array
+    anchors: mx.array
+    features: mx.array
+    target_hidden: mx.array | None = None
+
+
+def drafter_loss(
+    model: DFlashDraftModel,
+    batch: Batch,
+    objective: ObjectiveSettings,
+    head: Head | None = None,
+    *,
+    dtype: mx.Dtype | None = None,
+    attention: BlockAttention = block_attention,
+    grad_checkpoint: bool = False,
+) -> mx.array:
+    """The scalar that training minimises: the mean of the objective over the batch's predictions.
+
+    Position ``i`` of the block at anchor ``a`` predicts token ``a + i``. Objectives that compare with the target's
+    distribution need ``head`` and ``batch.target_hidden``, and compare it with the one after token ``a + i - 1``.
+    Predictions that do not count cost nothing. It is computed in ``dtype``, or in that of the weights;
+    ``attention`` and ``grad_checkpoint`` are as in :func:`~dflash.training.drafters.forward.draft_hidden`.
+
+    Raises ``ValueError`` for such an objective without what it needs.
+    """
+    asked = _Asked.of(model, batch, objective, head, dtype, attention, grad_checkpoint)
+    return mean_in_chunks(asked.losses, asked.hidden_TE, asked.others, asked.weights_T, objective.chunk)
+
+
+@dataclass
+class Scores:
+    """Sums over heldout predictions; those of several batches add up.
+
+    ``loss`` is the sum of losses times weights, ``weight`` that of the weights. Of ``predictions[i]`` at position
+    ``i + 1`` of a block, ``right[i]`` were the target's token, whatever stood before them.
+    """
+
+    loss: float
+    weight: float
+    predictions: np.ndarray
+    right: np.ndarray
+
+    def results(self) -> dict[str, float | list[float] | None]:
+        """Plain data for logs; ``None`` and 0 where nothing was predicted."""
+        return {
+            "heldout_loss": self.loss / self.weight if self.weight else None,
+            "heldout_accuracy": (self.right / np.maximum(self.predictions, 1)).tolist(),
+        }
+
+
+def score(
+    model: DFlashDraftModel,
+    batch: Batch,
+    objective: ObjectiveSettings,
+    head: Head | None = None,
+    *,
+    dtype: mx.Dtype | None = None,
+) -> Scores:
+    """Loss and accuracy by position of one batch, without gradients; as :func:`drafter_loss` otherwise."""
+    own = model.trainable_parameters()
+    asked = _Asked.of(model, batch, objective, head, dtype)
+    loss, right, counts = 0.0, *np.zeros((2, model.block_size - 1), dtype=np.int64)
+    for rows in asked.chunks(objective.chunk):
+        hidden_CE, weights_C, *others = rows
+        predictions = asked.predictions(hidden_CE, *others)
+        losses = (objective.losses(predictions) * weights_C).sum()
+        hit = mx.argmax(predictions.logits_TV, axis=-1) == predictions.tokens_T
+        loss += cast(float, losses.item())
+        positions = np.array(predictions.positions_T) - 1
+        counts += np.bincount(positions, minlength=len(counts))
+        right += np.bincount(positions[np.array(hit)], minlength=len(right))
+    model.update(own)
+    return Scores(loss, cast(float, asked.weights_T.sum().item()), counts, right)
 
 
 @dataclass(frozen=True)
-class ObjectiveSettings:
-    """What each prediction is scored by, and how much it counts.
+class _Asked:
+    """The predictions of a batch that count: their hidden states, weights, and what they should be.
 
-    ``kind`` is ``cross_entropy`` on the target's tokens (as published), ``kl`` (forward KL divergence from the
-    target's distribution to the drafter's) or ``mix``: ``kl_share`` of KL and the rest cross-entropy. Position
-    ``i`` of a block counts ``exp(-(i - 1) / gamma)``. The logits of ``chunk`` predictions exist at once.
-
-    Raises :class:`~dflash.training.settings.SettingsError` when a value is impossible.
+    ``others`` are their tokens and positions ``[T]``, and the target's hidden states ``[T, E]`` where needed.
     """
 
-    kind: str = CROSS_ENTROPY
-    kl_share: float = 0.5
-    gamma: float = 7.0
-    chunk: int = 512
+    model: DFlashDraftModel
+    objective: ObjectiveSettings
+    head: Head | None
+    hidden_TE: mx.array
+    weights_T: mx.array
+    others: list[mx.array]
 
-    def __post_init__(self) -> None:
-        if self.kind not in (CROSS_ENTROPY, KL, MIX):
-            raise SettingsError(f"kind must be {CROSS_ENTROPY}, {KL} or {MIX}, got {self.kind!r}.")
-        if not 0 <= self.kl_share <= 1:
-            raise SettingsError(f"kl_share must be between 0 and 1, got {self.kl_share!r}.")
-        if not self.gamma > 0:
-            raise SettingsError(f"gamma must be above 0, got {self.gamma!r}.")
-        if self.chunk < 1:
-            raise SettingsError(f"chunk must be at least 1 prediction, got {self.chunk!r}.")
+    @classmethod
+    def of(
+        cls,
+        model: DFlashDraftModel,
+        batch: Batch,
+        objective: ObjectiveSettings,
+        head: Head | None,
+        dtype: mx.Dtype | None,
+        attention: BlockAttention = block_attention,
+        grad_checkpoint: bool = False,
+    ) -> "_Asked":
+        if objective.needs_target_logits and (head is None or batch.target_hidden is None):
+            missing = "head" if head is None else "final hidden states"
+            raise ValueError(f"The objective {objective.kind!r} needs the target's {missing}.")
+        features_NSF = mx.stop_gradient(batch.features)
+        if dtype is not None:
+            features_NSF = features_NSF.astype(dtype)
+            model.update(tree_map(lambda weight: weight.astype(dtype), model.trainable_parameters()))
+        size, tokens_NS, anchors_NA = model.block_size, batch.tokens, batch.anchors
+        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, attention, grad_checkpoint)[:, :, 1:]
+        targets, inside = block_targets(tokens_NS, batch.loss_mask, anchors_NA, size)
+        counted = mx.array(np.flatnonzero(np.array(inside)))
 
-    @property
-    def share_of_kl(self) -> float:
-        """Weight of the KL divergence in the loss; cross-entropy has the rest."""
-        return {CROSS_ENTROPY: 0.0, KL: 1.0, MIX: self.kl_share}[self.kind]
+        def rows(values: mx.array) -> mx.array:
+            return mx.broadcast_to(values, inside.shape).reshape(-1)[counted]
 
+        others = [rows(targets), rows(mx.arange(1, size))]
+        if objective.needs_target_logits and batch.target_hidden is not None:
+            # The target's output after token a + i - 1 is its distribution of token a + i.
+            before_T = flat_positions(anchors_NA, tokens_NS.shape[1], size).reshape(-1)[counted] - 1
+            others.append(mx.stop_gradient(batch.target_hidden.flatten(0, 1)[before_T]))
+        hidden_TE = hidden.reshape(-1, hidden.shape[-1])[counted]
+        return cls(model, objective, head, hidden_TE, rows(inside * position_weights(size, objective.gamma)), others)
 
-def forward_kl(target_logits_TV: mx.array, logits_TV: mx.array) -> mx.array:
-    """``KL(softmax(target_logits) || softmax(logits))`` of each prediction, shape ``[T]``."""
-    expected = (softmax(target_logits_TV) * (target_logits_TV - logits_TV)).sum(-1)
-    return expected - logsumexp(target_logits_TV) + logsumexp(logits_TV)
+    def predictions(
+        self, hidden_CE: mx.array, tokens_C: mx.array, positions_C: mx.array, before_CE: mx.array | None = None
+    ) -> Predictions:
+        logits_CV = self.model.head(hidden_CE).astype(mx.float32)
+        target_logits_CV = None
+        if before_CE is not None and self.head is not None:
+            target_logits_CV = mx.stop_gradient(self.head(before_CE).astype(mx.float32))
+        return Predictions(logits_CV, tokens_C, positions_C, target_logits_CV)
 
+    def losses(self, hidden_CE: mx.array, *others: mx.array) -> mx.array:
+        return self.objective.losses(self.predictions(hidden_CE, *others))
 
-def prediction_losses(
-    logits_TV: mx.array, tokens_T: mx.array, target_logits_TV: mx.array | None, share_of_kl: float
-) -> mx.array:
-    """Loss of each prediction, shape ``[T]``, in float32; ``target_logits_TV`` is for KL only."""
-    logits_TV = logits_TV.astype(mx.float32)
-    if target_logits_TV is None:
-        return cross_entropy(logits_TV, tokens_T)
-    divergence = forward_kl(mx.stop_gradient(target_logits_TV.astype(mx.float32)), logits_TV)
-    if share_of_kl == 1:
-        return divergence
-    return share_of_kl * divergence + (1 - share_of_kl) * cross_entropy(logits_TV, tokens_T)
+    def chunks(self, size: int) -> Iterator[list[mx.array]]:
+        """Hidden states, weights and ``others`` of ``size`` predictions at a time."""
+        for start in range(0, len(self.weights_T), size):
+            yield [array[start : start + size] for array in (self.hidden_TE, self.weights_T, *self.others)]
 
 
 def mean_in_chunks(
@@ -75,22 +182,25 @@ def mean_in_chunks(
     """Mean, under ``weights_T``, of ``losses(hidden_CE, *others)``, called for ``chunk`` predictions at a time.
 
     ``others`` have a row for each prediction too. A head inside ``losses`` makes ``[C, V]`` logits: one chunk
-    waits for the one before it, so those of a single chunk exist at once. Each chunk's gradient is taken
-    together with its losses, so nothing is computed twice, and nothing but ``hidden_TE`` gets a gradient: a
-    trainable head would not learn.
+    waits for the one before it, so those of a single chunk exist at once. Nothing but ``hidden_TE`` gets a
+    gradient: a trainable head would not learn.
     """
-    shares_T = weights_T / weights_T.sum()
+    normalised_T = weights_T / weights_T.sum()
 
+    # Autodiff of the plain loop would keep every chunk's logits, or their softmax, until the backward pass. The
+    # result is a scalar, so its gradient can be taken at once, while a chunk's logits exist: dL/dhidden is an
+    # output beside L. What arrives in the backward pass is one number, dTotal/dL, and by the chain rule
+    # dTotal/dhidden = dTotal/dL * dL/dhidden. So the vjp only scales: nothing is computed twice.
     @mx.custom_function
     def total(hidden_TE: mx.array) -> tuple[mx.array, mx.array]:
         done: list[tuple[mx.array, mx.array]] = []
         for start in range(0, hidden_TE.shape[0], chunk):
             # All of it waits for all of the last chunk: what does not would be made, or kept, for every chunk.
-            rows = [array[start : start + chunk] for array in (hidden_TE, shares_T, *others)]
+            rows = [array[start : start + chunk] for array in (hidden_TE, normalised_T, *others)]
             hidden_CE, *rest = mx.depends(rows, list(done[-1])) if done else rows
 
-            def of_chunk(hidden_CE: mx.array, shares_C: mx.array, *others: mx.array) -> mx.array:
-                return (losses(hidden_CE, *others) * shares_C).sum()
+            def of_chunk(hidden_CE: mx.array, weights_C: mx.array, *others: mx.array) -> mx.array:
+                return (losses(hidden_CE, *others) * weights_C).sum()
 
             done.append(mx.value_and_grad(of_chunk)(hidden_CE, *rest))
         return mx.stack([value for value, _ in done]).sum(), mx.concatenate([gradient for _, gradient in done])

@@ -16,23 +16,23 @@ from ..data.sequences import Ints
 
 
 def select_anchors(loss_mask_NS: Ints, count: int, rng: np.random.Generator) -> Ints:
-    """Random anchors ``[N, count]``, sorted, among positions ``a`` of the response with ``a + 1`` in it too.
+    """Random anchors ``[N, count]``, sorted, among positions ``a`` of a response with ``a + 1`` in it too.
 
-    A response that has fewer gets them all, and the last again and again to fill its row; :func:`block_targets`
-    counts each once. Raises ``ValueError`` for a response of fewer than two tokens, which has nothing to predict.
+    A row that has fewer gets them all, and the last again and again to fill it; :func:`block_targets` counts each
+    once. Raises ``ValueError`` for a response of fewer than two tokens, which has nothing to predict.
     """
     rows = []
-    for response in loss_mask_NS:
-        valid = np.flatnonzero(response[:-1] & response[1:])
+    for loss_mask_S in loss_mask_NS:
+        valid = np.flatnonzero(loss_mask_S[:-1] & loss_mask_S[1:])
         if not len(valid):
-            raise ValueError(f"A response of {int(response.sum())} token(s) has no anchor; leave it out.")
+            raise ValueError(f"A response of {int(loss_mask_S.sum())} token(s) has no anchor; leave it out.")
         drawn = np.sort(rng.choice(valid, min(count, len(valid)), replace=False))
         rows.append(np.pad(drawn, (0, count - len(drawn)), mode="edge"))
     return np.stack(rows).astype(np.int32)
 
 
 def flat_positions(anchors_NA: mx.array, length: int, size: int) -> mx.array:
-    """Where the tokens that positions ``1 .. size - 1`` predict are in ``[N * S]`` tokens, shape ``[N, A, B-1]``.
+    """Indices into ``[N * S]`` tokens of those that positions ``1 .. size - 1`` predict, shape ``[N, A, B-1]``.
 
     Meaningless where a block is longer than what is left of its sequence of ``length``.
     """
@@ -47,16 +47,19 @@ def block_targets(
 
     A position counts up to the end of the response that its anchor is in, if the anchor is not the one before it.
     """
-    places = anchors_NA[..., None] + mx.arange(1, size)
-    within = places < tokens_NS.shape[1]
-    places = mx.minimum(places, tokens_NS.shape[1] - 1)
+    positions = anchors_NA[..., None] + mx.arange(1, size)
+    inside = positions < tokens_NS.shape[1]
+    positions = mx.minimum(positions, tokens_NS.shape[1] - 1)  # a block may end after its sequence does
 
-    def taken(values_NS: mx.array) -> mx.array:
-        return mx.take_along_axis(values_NS, places.reshape(len(places), -1), axis=1).reshape(places.shape)
+    def at_positions(values_NS: mx.array) -> mx.array:
+        return mx.take_along_axis(values_NS, positions.reshape(len(positions), -1), axis=1).reshape(positions.shape)
 
-    counts = mx.cumprod((taken(loss_mask_NS) & within).astype(mx.int32), axis=-1) > 0
+    # The product of 0 and 1 along the block is 1 up to the first position outside the response, and 0 from there on:
+    # what comes after a gap (another turn of the conversation) is not predicted from before it.
+    counts = mx.cumprod((at_positions(loss_mask_NS) & inside).astype(mx.int32), axis=-1) > 0
+    # Anchors are sorted, so one that only fills its row equals the one before it.
     new = mx.concatenate([mx.ones_like(anchors_NA[:, :1]), anchors_NA[:, 1:] - anchors_NA[:, :-1]], axis=1) != 0
-    return taken(tokens_NS), counts & new[..., None]
+    return at_positions(tokens_NS), counts & new[..., None]
 
 
 def position_weights(size: int, gamma: float) -> mx.array:

@@ -69,7 +69,7 @@ def fit(
 ) -> None:
     """Train ``model`` in place for ``settings.steps`` steps, or what is left of them.
 
-    ``batch(number)`` must be a function of the number alone; ``loss(model, *batch)`` is a scalar. Progress
+    ``batch(number)`` must be a function of the number alone; ``loss(model, batch)`` is a scalar. Progress
     goes to ``folder``, as :mod:`~dflash.training.loop.checkpoints` says; with ``score``, the name of a result of
     ``evaluate``, the weights for which it was greatest are kept too. A run stopped at any moment continues
     from its last checkpoint to the same weights.

@@ -19,7 +19,8 @@ from dflash.backend import on_cpu, set_blas_threads
 from dflash.cpu_math import warm_up
 
 Loss = Callable[..., mx.array]
-Batch = tuple[mx.array, ...]
+Batch = tuple[Any, ...]
+"""Arrays, of which the first is the tokens; a named tuple where a loss wants names."""
 
 
 class MeanGradient:
@@ -62,15 +63,15 @@ class MeanGradient:
         finally:
             set_blas_threads(self.threads)
 
-    def _in_thread(self, parameters: Any, model: nn.Module, arrays: Batch) -> tuple[mx.array, Any]:
+    def _in_thread(self, parameters: Any, model: nn.Module, batch: Batch) -> tuple[mx.array, Any]:
         with mx.stream(_thread.stream):
-            return _value_and_gradient(self.loss, parameters, model, arrays)
+            return _value_and_gradient(self.loss, parameters, model, batch)
 
 
-def _value_and_gradient(loss: Loss, parameters: Any, model: nn.Module, arrays: Batch) -> tuple[mx.array, Any]:
+def _value_and_gradient(loss: Loss, parameters: Any, model: nn.Module, batch: Batch) -> tuple[mx.array, Any]:
     def loss_of(parameters: Any) -> mx.array:
         model.update(parameters)
-        return loss(model, *arrays)
+        return loss(model, batch)
 
     own = tree_map(lambda array: array, parameters)  # value_and_grad puts its tracers into this very tree
     result = mx.value_and_grad(loss_of)(own)

@@ -117,7 +117,7 @@ def target_stage(settings: SmallTargetSettings, tokenizer: Tokenizer) -> None:
     fit(
         model,
         target_batches(sequences, settings.target),
-        answer_loss,
+        lambda model, batch: answer_loss(model, *batch),
         settings.target.fit,
         settings.folder / "fit-target",
         lambda: accuracy(model, tokenizer, settings.heldout),

@@ -1,5 +1,7 @@
 """One step of training works for any target: every kind of cache, quantised weights, half precision, threads."""
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -13,13 +15,14 @@ from dflash.errors import TrainingError
 from dflash.training.batches import Batches
 from dflash.training.data.sequences import Sequences
 from dflash.training.drafters.init import new_drafter
-from dflash.training.drafters.loss import ObjectiveSettings
-from dflash.training.drafters.objective import batch_loss
+from dflash.training.drafters.loss import drafter_loss
+from dflash.training.drafters.objectives import ObjectiveSettings
 from dflash.training.evaluate import heldout_prompts
+from dflash.training.features import with_target_pass
 from dflash.training.loop.fit import FitSettings, fit
 from dflash.training.loop.gradients import MeanGradient
 from dflash.training.recipe import DataSettings, DrafterShape
-from dflash.training.train import drafter_dtype, with_target_pass
+from dflash.training.train import drafter_dtype
 
 SHAPE = DrafterShape(
     num_hidden_layers=1, block_size=4, target_layer_ids=(0, 2), mask_token=30, intermediate_size=24,
@@ -35,11 +38,15 @@ def batches(tmp_path) -> Batches:
     return Batches(Sequences.from_lists(prompts, answers), DataSettings(tmp_path, 64, 96, anchors=3), epochs=2)
 
 
+def loss_in(dtype):
+    return partial(drafter_loss, objective=ObjectiveSettings(), dtype=dtype)
+
+
 def trained(target: LoadedTargetModel, batches: Batches, folder, dtype=mx.float32, **settings) -> dict[str, mx.array]:
     drafter = new_drafter(SHAPE, target)
     before = mx.array(drafter.fc.weight)
     batch = with_target_pass(batches, target, drafter.target_layer_ids, False)
-    fit(drafter, batch, batch_loss(ObjectiveSettings(), target.head, dtype), FitSettings(steps=2, **settings), folder)
+    fit(drafter, batch, loss_in(dtype), FitSettings(steps=2, **settings), folder)
     assert not mx.array_equal(before, drafter.fc.weight)
     return dict(tree_flatten(drafter.parameters()))
 
@@ -69,7 +76,7 @@ def test_half_precision_computes_gradients_near_those_of_float32_and_keeps_float
         assert drafter_dtype(target) == dtype
         drafter = new_drafter(SHAPE, target)
         batch = with_target_pass(batches, target, drafter.target_layer_ids, False)(0)
-        mean = MeanGradient(drafter, batch_loss(ObjectiveSettings(), target.head, dtype), 1)
+        mean = MeanGradient(drafter, loss_in(dtype), 1)
         results.append(mean(drafter.trainable_parameters(), iter([batch])))
     (full, exact), (half, rounded) = results
     assert half[0] == pytest.approx(full[0], rel=0.05)

@@ -198,7 +198,13 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path):
         for stop_at in (*stops, None):
             model = tiny_target()
             try:
-                fit(model, lambda number, stop=stop_at: batch(number, stop), answer_loss, settings, tmp_path / folder)
+                fit(
+                    model,
+                    lambda number, stop=stop_at: batch(number, stop),
+                    lambda m, b: answer_loss(m, *b),
+                    settings,
+                    tmp_path / folder,
+                )
             except Interrupted:
                 continue
         return dict(tree_flatten(model.parameters()))

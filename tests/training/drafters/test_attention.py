@@ -1,0 +1,60 @@
+"""Attention of blocks to their contexts, tile by tile, against one dense mask; precision and memory."""
+
+import mlx.core as mx
+import pytest
+from support.dense_loss import relative_difference
+
+from dflash.training.bench import DenseAttention
+from dflash.training.drafters import attention
+
+
+def random_attention(dtype=mx.float32):
+    """Queries, keys and values of 2 sequences' 3 blocks of 4, of their contexts of 13, and unsorted anchors."""
+    shapes = [(6, 4, 4, 8), (6, 2, 4, 8), (6, 2, 4, 8), (2, 2, 13, 8), (2, 2, 13, 8)]
+    arrays = [mx.random.normal(s, key=mx.random.key(i)).astype(dtype) for i, s in enumerate(shapes)]
+    return arrays, mx.array([[2, 7, 7], [1, 12, 5]])
+
+
+def attention_and_gradients(scheme, arrays, anchors, *kind):
+    weight = mx.random.normal(arrays[0].shape, key=mx.random.key(9))
+    out = scheme(*arrays, anchors, *kind)
+    return out, *mx.grad(lambda *x: (scheme(*x, anchors, *kind) * weight).sum(), argnums=range(5))(*arrays)
+
+
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (None, True), (5, False), (5, True), (1, True)])
+def test_the_dense_mask_of_the_benchmark_is_the_same_attention(window, causal, monkeypatch):
+    monkeypatch.setattr(attention, "_ANCHORS_AT_ONCE", 2)
+    both = [
+        attention_and_gradients(scheme, *random_attention(), window, causal)
+        for scheme in (attention.block_attention, DenseAttention())
+    ]
+    for mine, dense in zip(*both, strict=True):
+        assert mx.abs(mine - dense).max() < 1e-5
+
+
+def test_attention_in_half_precision_keeps_its_type_and_sums_in_float32():
+    arrays, anchors = random_attention(mx.bfloat16)
+    mine = attention_and_gradients(attention.block_attention, arrays, anchors)
+    exact = attention_and_gradients(attention.block_attention, [x.astype(mx.float32) for x in arrays], anchors)
+    for half, full in zip(mine, exact, strict=True):
+        assert half.dtype == mx.bfloat16
+        assert relative_difference(half.astype(mx.float32), full) < 0.01
+
+
+def test_attention_memory_does_not_grow_with_anchors_times_context():
+    heads, size, head_size, context = 2, 8, 4, 1200
+
+    def peak(count: int) -> int:
+        q, k, v = (mx.random.normal((count, heads, size, head_size)) for _ in range(3))
+        ck, cv = (mx.random.normal((1, heads, context, head_size)) for _ in range(2))
+        anchors = mx.arange(context - count, context)[None]
+        mx.eval(q, k, v, ck, cv, anchors)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        attend = attention.block_attention
+        mx.eval(mx.grad(lambda *x: attend(*x, anchors).square().sum(), argnums=range(5))(q, k, v, ck, cv))
+        return mx.get_peak_memory()
+
+    few, many = peak(16), peak(1024)
+    one_set_of_scores = 4 * heads * size * (context / 2) * (1024 - 16)  # anchors see about half
+    assert many - few < one_set_of_scores / 2

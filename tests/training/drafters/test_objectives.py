@@ -1,0 +1,123 @@
+"""Objectives: what they score, in which precision, which are refused, and one of a plug-in's."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support.dense_loss import VOCAB, dense_logits, drafter, pack_of_three, padded
+
+from dflash.training.drafters.loss import drafter_loss, score
+from dflash.training.drafters.objectives import (
+    OBJECTIVES,
+    ObjectiveSettings,
+    Predictions,
+    forward_kl,
+    mix,
+    register_objective,
+    token_cross_entropy,
+)
+from dflash.training.settings import SettingsError, from_dict
+
+
+def kl(target_logits, logits):
+    unused = mx.zeros(len(logits), mx.int32)
+    return forward_kl(Predictions(logits, unused, unused, target_logits))
+
+
+def test_forward_kl_is_zero_for_the_target_itself_and_positive_for_anything_else():
+    logits, other = (mx.random.normal((5, VOCAB), key=mx.random.key(i)) * 4 for i in range(2))
+    assert mx.abs(kl(logits, logits)).max().item() < 1e-5
+    assert kl(logits, other).min().item() > 0.1
+    assert not mx.allclose(kl(logits, other), kl(other, logits), rtol=0.1).item()
+
+
+def test_the_mix_is_between_its_parts():
+    logits, other = (mx.random.normal((5, VOCAB), key=mx.random.key(i)) * 4 for i in range(2))
+    predictions = Predictions(logits, mx.arange(5), mx.ones(5), other)
+    expected = 0.3 * forward_kl(predictions) + 0.7 * token_cross_entropy(predictions)
+    assert mx.allclose(mix(predictions, 0.3), expected, rtol=1e-6)
+
+
+def test_logits_in_half_precision_are_scored_in_float32():
+    model, batch = drafter(), padded(pack_of_three())
+    head, kept = model._target.head, []
+    model._target.head = lambda hidden: head(hidden).astype(mx.bfloat16)
+
+    @register_objective("records", needs_target_logits=True)
+    def records(predictions):
+        kept.append((predictions.logits_TV.dtype, predictions.target_logits_TV.dtype))
+        return token_cross_entropy(predictions)
+
+    drafter_loss(model, batch, ObjectiveSettings("records"), model._target.head)
+    assert set(kept) == {(mx.float32, mx.float32)}
+
+
+def test_an_objective_of_a_plug_in_trains_by_its_name_and_options():
+    """One that is cross-entropy on the first positions of a block alone."""
+
+    @register_objective("first_only")
+    def first_only(predictions, upto):
+        return token_cross_entropy(predictions) * (predictions.positions_T <= upto)
+
+    model, batch = drafter(), padded(pack_of_three())
+    settings = from_dict(ObjectiveSettings, {"kind": "first_only", "options": {"upto": 5}}, "recipe")
+    assert drafter_loss(model, batch, settings).item() == drafter_loss(model, batch, ObjectiveSettings()).item()
+    one, two = (drafter_loss(model, batch, ObjectiveSettings("first_only", options={"upto": n})) for n in (1, 2))
+    assert 0 < one.item() < two.item() < drafter_loss(model, batch, settings).item()
+    with pytest.raises(SettingsError, match=r"options do not fit the objective 'first_only': .*'up'"):
+        ObjectiveSettings("first_only", options={"upto": 1, "up": 1})
+    with pytest.raises(SettingsError, match=r"options do not fit the objective 'first_only': missing .*'upto'"):
+        ObjectiveSettings("first_only")
+
+
+@pytest.fixture(autouse=True)
+def forget_the_objectives_of_this_test():
+    yield
+    for name in ("records", "first_only"):
+        OBJECTIVES._known.pop(name, None)
+
+
+def test_impossible_objectives_are_refused_by_name():
+    with pytest.raises(SettingsError, match="kind is 'KL'; known are cross_entropy, kl, mix"):
+        ObjectiveSettings("KL")
+    with pytest.raises(SettingsError, match="kind is 'cross_entrpy'; did you mean 'cross_entropy'"):
+        ObjectiveSettings("cross_entrpy")
+    with pytest.raises(SettingsError, match=r"kl_weight must be .*1.*got 1\.5"):
+        ObjectiveSettings("mix", kl_weight=1.5)
+    with pytest.raises(SettingsError, match="gamma must be above 0, got 0"):
+        ObjectiveSettings(gamma=0)
+    with pytest.raises(SettingsError, match=r"chunk must be .* got 0"):
+        from_dict(ObjectiveSettings, {"chunk": 0}, "recipe")
+    batch = padded(pack_of_three())
+    with pytest.raises(ValueError, match="needs the target's head"):
+        drafter_loss(drafter(), batch, ObjectiveSettings("kl"))
+    with pytest.raises(ValueError, match="needs the target's final hidden states"):
+        drafter_loss(drafter(), batch._replace(target_hidden=None), ObjectiveSettings("mix"), lambda h: h)
+
+
+def weights(model):
+    return {key: weight.astype(mx.float64) for key, weight in tree_flatten(model.trainable_parameters())}
+
+
+def tables(model):
+    return model._target.table.astype(mx.float64), model._target.matrix.astype(mx.float64)
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "kl", "mix"])
+def test_scores_without_gradients_have_the_loss_of_training_and_count_every_position(kind):
+    model, batch = drafter(), padded(pack_of_three())
+    head, settings = model._target.head, ObjectiveSettings(kind, chunk=7)
+    found = score(model, batch, settings, head)
+    assert found.loss / found.weight == pytest.approx(drafter_loss(model, batch, settings, head).item(), rel=1e-5)
+    blocks = [
+        (d, a, stop) for d in pack_of_three() for _, a in d.blocks() for start, stop in d.spans if start <= a < stop
+    ]
+    expected = np.zeros((2, 5), int)
+    for d, anchor, stop in blocks:
+        logits = dense_logits(weights(model), model.config, *tables(model), replace(d, anchors=[anchor]))[0]
+        for i in range(1, min(6, stop - anchor)):
+            expected[:, i - 1] += 1, logits[i].argmax() == d.tokens[anchor + i]
+    assert (found.predictions.tolist(), found.right.tolist()) == tuple(expected.tolist())
+    assert found.results()["heldout_accuracy"] == pytest.approx((expected[1] / expected[0]).tolist())

@@ -1,0 +1,138 @@
+"""What a drafter is trained for: functions from predictions to losses, by name.
+
+Knows logits and tokens. Must not know models, batches or how losses are averaged.
+
+Add one with :func:`register_objective`; recipes choose it as ``objective.kind`` and pass it ``objective.options``.
+
+Shapes: T predictions, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from dflash.cpu_math import cross_entropy, logsumexp, softmax
+from dflash.errors import did_you_mean
+from dflash.registry import Registry
+
+from ..settings import SettingsError
+
+CROSS_ENTROPY, KL, MIX = "cross_entropy", "kl", "mix"
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What an objective scores: ``T`` predictions, in float32.
+
+    ``logits_TV`` are the drafter's and ``tokens_T`` the tokens that the target wrote. ``positions_T`` is each
+    prediction's position in its block, from 1 on. ``target_logits_TV``, the target's own logits for the same
+    tokens, is there for objectives that were registered with ``needs_target_logits``.
+    """
+
+    logits_TV: mx.array
+    tokens_T: mx.array
+    positions_T: mx.array
+    target_logits_TV: mx.array | None = None
+
+
+Losses = Callable[..., mx.array]
+"""``(predictions, **options) -> losses [T]``; differentiable in ``predictions.logits_TV``."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A registered objective; ``needs_target_logits`` makes training keep the target's final hidden states."""
+
+    losses: Losses
+    needs_target_logits: bool = False
+
+
+OBJECTIVES: Registry[Objective] = Registry("objective", "dflash.objectives")
+
+
+def register_objective(name: str, *, needs_target_logits: bool = False) -> Callable[[Losses], Losses]:
+    """Decorator: recipes choose the decorated function as ``objective.kind: name``.
+
+    The function takes :class:`Predictions` and, by keyword, what the recipe gives as ``objective.options``. It
+    returns the loss ``[T]`` of each prediction; their mean under the position weights is what training minimises.
+    """
+
+    def register(losses: Losses) -> Losses:
+        OBJECTIVES.register(name)(Objective(losses, needs_target_logits))
+        return losses
+
+    return register
+
+
+@register_objective(CROSS_ENTROPY)
+def token_cross_entropy(predictions: Predictions) -> mx.array:
+    """Cross-entropy on the target's tokens, as published (DFlash, arXiv:2602.06036)."""
+    return cross_entropy(predictions.logits_TV, predictions.tokens_T)
+
+
+@register_objective(KL, needs_target_logits=True)
+def forward_kl(predictions: Predictions) -> mx.array:
+    """``KL(target || drafter)`` of each prediction."""
+    logits_TV, target_logits_TV = predictions.logits_TV, predictions.target_logits_TV
+    assert target_logits_TV is not None
+    # sum p (log p - log q), where log p = z_p - logsumexp(z_p) and log q likewise, with the sums of p taken out.
+    expected = (softmax(target_logits_TV) * (target_logits_TV - logits_TV)).sum(-1)
+    return expected - logsumexp(target_logits_TV) + logsumexp(logits_TV)
+
+
+@register_objective(MIX, needs_target_logits=True)
+def mix(predictions: Predictions, kl_weight: float) -> mx.array:
+    """``kl_weight`` of the KL divergence and the rest cross-entropy."""
+    return kl_weight * forward_kl(predictions) + (1 - kl_weight) * token_cross_entropy(predictions)
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """What each prediction is scored by, and how much it counts.
+
+    ``kind`` is ``cross_entropy`` on the target's tokens (as published), ``kl`` (forward KL divergence from the
+    target's distribution to the drafter's), ``mix`` (``kl_weight`` of KL and the rest cross-entropy), or the name
+    of an objective that a plug-in registers; ``options`` are the plug-in's own. Position ``i`` of a block counts
+    ``exp(-(i - 1) / gamma)``. The logits of ``chunk`` predictions exist at once.
+
+    Raises :class:`~dflash.training.settings.SettingsError` when a value is impossible.
+    """
+
+    kind: str = CROSS_ENTROPY
+    kl_weight: float = 0.5
+    gamma: float = 7.0
+    chunk: int = 512
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        objective = OBJECTIVES.find(self.kind)
+        if objective is None:
+            raise SettingsError(f"kind is {self.kind!r}; {did_you_mean(self.kind, OBJECTIVES.all())}")
+        if not 0 <= self.kl_weight <= 1:
+            raise SettingsError(f"kl_weight must be between 0 and 1, got {self.kl_weight!r}.")
+        if not self.gamma > 0:
+            raise SettingsError(f"gamma must be above 0, got {self.gamma!r}.")
+        if self.chunk < 1:
+            raise SettingsError(f"chunk must be at least 1 prediction, got {self.chunk!r}.")
+        try:
+            inspect.signature(objective.losses).bind(None, **self._options)
+        except TypeError as error:
+            raise SettingsError(f"options do not fit the objective {self.kind!r}: {error}.") from error
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"kl_weight": self.kl_weight} | self.options if self.kind == MIX else self.options
+
+    @property
+    def needs_target_logits(self) -> bool:
+        """Whether the objective compares with the target's distribution, not only with its tokens."""
+        return OBJECTIVES.get(self.kind).needs_target_logits
+
+    @property
+    def losses(self) -> Callable[[Predictions], mx.array]:
+        """The loss ``[T]`` of each prediction, with the recipe's options."""
+        return partial(OBJECTIVES.get(self.kind).losses, **self._options)

@@ -1,20 +1,21 @@
-"""Conversations to train on, read from JSONL or from a dataset on the hub.
+"""Conversations, read from JSONL or from a dataset on the hub: the one reader of every command.
 
 Knows what a line may look like. Must not know tokenizers, targets or what becomes of the conversations.
 
 A line is ``{"prompt": str}``, ``{"prompt": str, "response": str}`` (``"completion"`` too) or
-``{"messages": [{"role": str, "content": str}, ...]}``, mlx-lm's own forms among them; other keys are left alone.
-With a template such as ``"Question: {question}"`` a line's own keys make the prompt.
+``{"messages": [{"role": str, "content": str}, ...]}``; mlx-lm's own forms are among them. Other keys are kept as
+they are. With a template such as ``"Question: {question}"`` a line's own keys make the prompt.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import DataError
+from dflash.errors import DataError, one_line
 from dflash.files import is_hub_name
 
 _OURS = ("messages", "prompt", "response", "completion")
@@ -45,7 +46,7 @@ class Conversation:
 
     @property
     def opening(self) -> tuple[dict[str, str], ...]:
-        """What stands before the first response."""
+        """The messages before the first response."""
         roles = [message["role"] for message in self.messages]
         return self.messages[: roles.index("assistant")] if "assistant" in roles else self.messages
 
@@ -64,30 +65,44 @@ def message_bytes(messages: Iterable[dict[str, str]]) -> bytes:
 
 
 def read_conversations(
-    source: str, *, split: str = "train", subset: str | None = None, template: str | None = None
+    source: str | Path,
+    *,
+    template: str | None = None,
+    limit: int | None = None,
+    split: str | None = None,
+    subset: str | None = None,
 ) -> list[Conversation]:
     """Conversations of a JSONL file, or of a hub dataset ``org/name`` (the only case that uses the network).
 
-    ``split`` and ``subset`` choose a part of a hub dataset, as in ``datasets.load_dataset``; ``template`` makes
-    the prompt from a line's keys, by ``str.format``. Raises :class:`~dflash.errors.DataError`, naming the line.
+    A ``template`` makes the prompt from a line's keys, by ``str.format``: ``"Question: {question}"``. A ``limit``
+    reads only that many lines, the first. ``split`` (``"train"`` unless given) and ``subset`` choose a part of a hub
+    dataset, as in ``datasets.load_dataset``. A :class:`~pathlib.Path` is always a file.
+
+    Raises :class:`~dflash.errors.DataError`, naming the line.
     """
     path = Path(source)
     if path.exists():
+        if split is not None or subset is not None:
+            option = "--split" if split is not None else "--subset"
+            raise DataError(f"{source} is a file; {option} chooses a part of a hub dataset. Leave the option out.")
         rows: Iterator[tuple[str, Any]] = _jsonl_rows(path)
-    elif is_hub_name(source) and path.suffix not in (".json", ".jsonl"):
-        rows = _hub_rows(source, split, subset)
+    elif isinstance(source, str) and is_hub_name(source) and path.suffix not in (".json", ".jsonl"):
+        rows = _hub_rows(source, split or "train", subset)
     else:
-        raise DataError(f"There is no file {source!r}; expected a JSONL file or a hub dataset such as 'org/name'.")
-    conversations = [conversation(row, where, template) for where, row in rows]
+        raise DataError(
+            f"There is no file {str(source)!r}; expected a JSONL file"
+            + (" or a hub dataset such as 'org/name'." if isinstance(source, str) else ".")
+        )
+    conversations = [conversation(row, where, template) for where, row in islice(rows, limit)]
     if not conversations:
         raise DataError(f"{source} is empty; expected lines such as {_FORMS}.")
     return conversations
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every line that is not blank, and where it stands."""
+    """Every line that is not blank, after its place in the file."""
     try:
-        with path.open("rb") as file:  # str.splitlines would also part lines at U+2028, which JSON text may hold
+        with path.open("rb") as file:  # str.splitlines would also split at U+2028, which JSON text may hold
             for number, line in enumerate(file, 1):
                 where = f"{path}, line {number}"
                 if number == 1:
@@ -122,8 +137,7 @@ def _hub_rows(name: str, split: str, subset: str | None) -> Iterator[tuple[str, 
     try:
         rows = load_dataset(name, subset, split=split)
     except Exception as error:  # the hub client raises many unrelated kinds
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(f"Cannot load split {split!r} of the hub dataset {name!r}: {reason}") from error
+        raise DataError(f"Cannot load split {split!r} of the hub dataset {name!r}: {one_line(error)}") from error
     for number, row in enumerate(rows):
         yield f"{name} [{split}], row {number}", row
 
@@ -140,13 +154,16 @@ def conversation(row: Any, where: str, template: str | None = None) -> Conversat
         messages = _exchange(row, where)
     else:
         keys = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{where} has no 'prompt' or 'messages' (its keys: {keys}); name others in a template.")
+        raise DataError(
+            f"{where} has no 'prompt' or 'messages' (its keys: {keys}); make a prompt of other keys with "
+            "--template, such as --template '{question}'."
+        )
     extra = {key: value for key, value in row.items() if key not in _OURS}
     return Conversation(_checked(messages, where), where, extra)
 
 
 def _exchange(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """A prompt and, where it is there, its response."""
+    """A prompt and, if the line has one, its response."""
     given = [row[name] for name in ("response", "completion") if name in row]
     if len(given) > 1:
         raise DataError(f"{where} has both 'response' and 'completion'; expected one of them.")
@@ -176,9 +193,9 @@ def _checked(messages: Any, where: str) -> tuple[dict[str, str], ...]:
         if not isinstance(content, str):
             raise DataError(f"{where}: the text of the {role} must be a string, got {_short(content)}.")
         if role == "user" and not content.strip():
-            raise DataError(f"{where}: the prompt is empty.")
+            raise DataError(f"{where}: the prompt is empty; expected some text.")
         if not _encodable(content):
-            raise DataError(f"{where}: the text of the {role} holds half a surrogate pair, which no text can.")
+            raise DataError(f"{where}: the text of the {role} holds half a surrogate pair, which is not valid text.")
     roles = [message["role"] for message in messages]
     if "user" not in roles[: roles.index("assistant") if "assistant" in roles else None]:
         raise DataError(f"{where} has no message of the user before the first response; expected a prompt.")

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.conversations import assert_one_error, invoke, write_lines
+from support.cli import assert_one_error
+from support.conversations import invoke_prepare, write_lines
 
 from dflash.errors import DataError
 from dflash.prompts import conversation, read_conversations
@@ -35,6 +37,32 @@ def test_a_template_makes_the_prompt_from_a_lines_own_keys(tmp_path):
     assert [m["content"] for m in read.messages] == ["[3] 1+1?", "2"]
 
 
+def test_the_other_keys_of_a_line_are_kept(tmp_path):
+    file = write_lines(tmp_path / "p.jsonl", '{"question": "1+1?", "answer": "2", "prompt": "not this"}')
+    (read,) = read_conversations(file, template="{question}")
+    assert read.extra == {"question": "1+1?", "answer": "2"}
+    assert read.unanswered().extra == read.extra
+
+
+def test_a_limit_reads_the_first_lines_only(tmp_path):
+    file = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}', '{"prompt": "b"}', "broken")
+    assert [c.messages[0]["content"] for c in read_conversations(file, limit=2)] == ["a", "b"]
+
+
+def test_parts_of_a_hub_dataset_are_refused_for_a_file(tmp_path, target_folder):
+    file = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}')
+    for option in ("--split", "--subset"):
+        result = invoke_prepare(file, tmp_path, target_folder, option, "main")
+        assert_one_error(result, f"p.jsonl is a file; {option} chooses a part of a hub dataset")
+
+
+def test_a_path_is_never_a_hub_dataset(monkeypatch, tmp_path):
+    fake_datasets(monkeypatch, [{"prompt": "a"}])
+    assert len(read_conversations("org/set")) == 1
+    with pytest.raises(DataError, match=r"There is no file 'org/set'; expected a JSONL file\.$"):
+        read_conversations(Path("org/set"))
+
+
 def user(text: object) -> str:
     return json.dumps({"messages": [{"role": "user", "content": text}]})
 
@@ -44,11 +72,14 @@ BAD_LINES = {
     "utf8": (b'{"prompt": "\xff"}', "line 3: byte 13 is not UTF-8"),
     "list": ("[1]", "line 3 is a list, not an object"),
     "number": ("7", "line 3 is a int, not an object"),
-    "keys": ('{"text": "x"}', r"line 3 has no 'prompt' or 'messages' \(its keys: 'text'\)"),
+    "keys": (
+        '{"text": "x"}',
+        r"line 3 has no 'prompt' or 'messages' \(its keys: 'text'\); make .* --template",
+    ),
     "prompt type": ('{"prompt": 7}', "line 3: the text of the user must be a string, got 7"),
     "response type": ('{"prompt": "x", "response": null}', "line 3: the text of the assistant must be a string"),
     "both": ('{"prompt": "x", "response": "a", "completion": "b"}', "line 3 has both 'response' and 'completion'"),
-    "empty prompt": ('{"prompt": " "}', "line 3: the prompt is empty"),
+    "empty prompt": ('{"prompt": " "}', "line 3: the prompt is empty; expected some text"),
     "messages type": ('{"messages": "x"}', "line 3: 'messages' must be a list of at least one message, got 'x'"),
     "no messages": ('{"messages": []}', r"line 3: 'messages' must be a list of at least one message, got \[\]"),
     "message type": ('{"messages": ["x"]}', "line 3: a message must have 'role' and 'content', got 'x'"),
@@ -65,7 +96,7 @@ BAD_LINES = {
 def test_a_bad_line_is_one_line_of_error_with_its_number(kind, tmp_path, target_folder):
     line, message = BAD_LINES[kind]
     file = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}', "", line)
-    assert_one_error(invoke(file, tmp_path, target_folder), message)
+    assert_one_error(invoke_prepare(file, tmp_path, target_folder), message)
 
 
 def test_a_conversation_that_ends_with_a_system_message_is_refused():
@@ -113,11 +144,13 @@ def test_a_hub_dataset_is_read_by_name_split_and_template(monkeypatch):
 
 def test_a_hub_dataset_that_cannot_be_had_is_one_line_of_error(monkeypatch, tmp_path, target_folder):
     fake_datasets(monkeypatch, ConnectionError("no route\nto host"))
-    assert_one_error(invoke("org/set", tmp_path, target_folder), "Cannot load split 'train' .* no route to host")
+    assert_one_error(
+        invoke_prepare("org/set", tmp_path, target_folder), "Cannot load split 'train' .* no route to host"
+    )
     fake_datasets(monkeypatch, [])
-    assert_one_error(invoke("org/set", tmp_path, target_folder), "org/set is empty")
+    assert_one_error(invoke_prepare("org/set", tmp_path, target_folder), "org/set is empty")
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    assert_one_error(invoke("org/set", tmp_path, target_folder), r"pip install 'dflash-research\[hub\]'")
+    assert_one_error(invoke_prepare("org/set", tmp_path, target_folder), r"pip install 'dflash-research\[hub\]'")
 
 
 def test_reading_a_file_never_asks_for_the_hub_library(monkeypatch, tmp_path):
@@ -133,9 +166,11 @@ def test_reading_a_file_never_asks_for_the_hub_library(monkeypatch, tmp_path):
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_an_empty_file_is_one_line_of_error(target_folder, tmp_path, content):
     data = write_lines(tmp_path / "p.jsonl", content)
-    assert_one_error(invoke(data, tmp_path, target_folder), "p.jsonl is empty; expected lines such as")
+    assert_one_error(invoke_prepare(data, tmp_path, target_folder), "p.jsonl is empty; expected lines such as")
 
 
 def test_a_missing_file_and_a_folder_are_one_line_of_error(target_folder, tmp_path):
-    assert_one_error(invoke(tmp_path / "none.jsonl", tmp_path, target_folder), "There is no file '.*none.jsonl'")
-    assert_one_error(invoke(tmp_path, tmp_path, target_folder), "Cannot read .*: Is a directory")
+    assert_one_error(
+        invoke_prepare(tmp_path / "none.jsonl", tmp_path, target_folder), "There is no file '.*none.jsonl'"
+    )
+    assert_one_error(invoke_prepare(tmp_path, tmp_path, target_folder), "Cannot read .*: Is a directory")

@@ -29,7 +29,7 @@ from dflash.errors import CheckpointError, DataError
 from dflash.files import atomic_write, read_json, remove_unfinished, write_json
 
 from .batches import Batches, Blocks, trainable
-from .data.dataset import MANIFEST, dataset_fingerprint, read_manifest, read_shard, shard_path
+from .data.dataset import MANIFEST, dataset_fingerprint, read_manifest, shard_sizes
 from .data.sequences import Ints, Sequences, pad_batch, plan_batches
 from .drafters.loss import Batch
 from .recipe import DataSettings
@@ -77,8 +77,7 @@ def write_features(
     elif any(folder.glob("*.safetensors")):
         raise DataError(f"{folder} holds files but no {MANIFEST}; set data.cached_features to an empty folder.")
     else:
-        shards = range(read_manifest(data.folder)["splits"]["train"]["shards"])
-        manifest = wanted | {"shards": [len(read_shard(shard_path(data.folder, "train", i))) for i in shards]}
+        manifest = wanted | {"shards": shard_sizes(data.folder, "train")}
 
     kept, numbers = trainable(sequences, manifest["max_length"])
     ends = np.searchsorted(numbers, np.cumsum([0, *manifest["shards"]]))

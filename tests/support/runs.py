@@ -5,28 +5,27 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from support.conversations import save_dataset
 from support.models import TEXT_VOCAB, llama_model, qwen3_model, save_target
 
 import dflash
-from dflash.files import write_json
-from dflash.training.data import dataset as shards
+from dflash.training.data.dataset import target_fingerprint, tokenizer_fingerprint
 from dflash.training.data.sequences import Sequences
+from dflash.training.recipe import Recipe
+from dflash.training.settings import load_settings
 
 
 def write_dataset(folder: Path, target: Path, count: int = 24, seed: int = 0) -> Path:
     """A dataset of ``target`` with short, easily learned sequences: each response repeats two letters in turns."""
-    rng, splits = np.random.default_rng(seed), {}
-    for split, rows in (("train", count), ("heldout", 3)):
+    rng, parts = np.random.default_rng(seed), []
+    for rows in (count, 3):  # to train on, held out
         pairs = [rng.integers(60, 90, 2).tolist() for _ in range(rows)]
         prompts = [[65, *pair] for pair in pairs]
         answers = [pair * int(rng.integers(4, 9)) for pair in pairs]
-        sequences = Sequences.from_lists(prompts, answers)
-        sequences.save(shards.shard_path(folder, split, 0))
-        splits[split] = {"shards": 1, "sequences": rows, "tokens": len(sequences.tokens)}
+        parts.append(Sequences.from_lists(prompts, answers))
     loaded = dflash.load_target(target)
-    manifest = {"format": shards.FORMAT, "version": shards.VERSION, "splits": splits}
-    manifest |= {"target": shards.target_fingerprint(loaded), "tokenizer": shards.tokenizer_fingerprint(loaded)}
-    write_json(folder / shards.MANIFEST, manifest)
+    fingerprints = {"target": target_fingerprint(loaded), "tokenizer": tokenizer_fingerprint(loaded)}
+    save_dataset(folder, [Sequences.concatenate(parts)], heldout=3, **fingerprints)
     return folder
 
 
@@ -70,3 +69,14 @@ def write_recipe(folder: Path, **run: object) -> Path:
 
 def read_log(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def recipe(folder: Path, name: str, *overrides: str) -> Recipe:
+    """The recipe of :func:`write_recipe` for the run folder ``folder / name``."""
+    return load_settings(Recipe, write_recipe(folder), [f"run.folder={folder / name}", *overrides])
+
+
+def result(run: Path) -> tuple[bytes, ...]:
+    """The bytes of what a run has made."""
+    names = ("drafter/model.safetensors", "best.safetensors", "state.safetensors")
+    return tuple((run / name).read_bytes() for name in names)

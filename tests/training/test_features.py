@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from support.conversations import save_dataset
 from support.runs import write_dataset, write_recipe, write_target
 from typer.testing import CliRunner
 
@@ -39,19 +40,15 @@ SHAPE = DrafterShape(
 
 def dataset(folder: Path, seed: int = 0, sizes: tuple[int, ...] = (5, 1, 6)) -> Sequences:
     """Shards of sequences of 10 to 39 tokens, one of 60 in the first; the middle shard offers no anchor."""
-    rng, paths = np.random.default_rng(seed), []
+    rng, parts = np.random.default_rng(seed), []
     for number, size in enumerate(sizes):
         prompts = [rng.integers(1, 30, rng.integers(2, 9)).tolist() for _ in range(size)]
         answers = [rng.integers(1, 30, rng.integers(8, 31)).tolist() if size > 1 else [7] for _ in range(size)]
         if number == 0:
             answers[1] = [3] * (60 - len(prompts[1]))
-        paths.append(shards.shard_path(folder, "train", number))
-        Sequences.from_lists(prompts, answers).save(paths[-1])
-    sequences = Sequences.load(*paths)
-    counts = {"shards": len(sizes), "sequences": len(sequences), "tokens": len(sequences.tokens)}
-    manifest = {"format": shards.FORMAT, "version": shards.VERSION, "target": f"t{seed}", "tokenizer": ""}
-    write_json(folder / shards.MANIFEST, manifest | {"splits": {"train": counts, "heldout": counts}})
-    return sequences
+        parts.append(Sequences.from_lists(prompts, answers))
+    save_dataset(folder, parts, target=f"t{seed}")
+    return Sequences.concatenate(parts)
 
 
 def made(tmp_path: Path, name: str = "llama", with_hidden: bool = True, dtype=mx.float32) -> SimpleNamespace:

@@ -1,10 +1,10 @@
-"""Conversations as token ids, with a mask of the tokens that are responses.
+"""Conversations as token ids, with a loss mask over the tokens of their responses.
 
 Knows chat templates and tokenizers through a target. Must not know files, splits or how responses are written.
 
-Where a response stands in the text of a template is found by trying: the text is rendered again with a mark in
-the place of the response; what differs is the response, and it must be made of the response's own characters.
-That holds for templates that trim, that drop the thinking of earlier turns or that add an empty thought.
+A response is found in the rendered text by rendering once more with a mark in its place: what differs is the
+response, and it must consist of the response's own characters. This holds for templates that trim, that drop the
+thinking of earlier turns or that add an empty thought.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,21 +21,21 @@ from dflash.prompts import Conversation
 from .sequences import Ints
 
 MARK = "\ue000response\ue001"
-"""Stands for a response while a template is tried; private characters, which no template trims."""
+"""Takes the place of a response in a trial rendering; private characters, which no template trims."""
 
 Messages = Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence: ``tokens [L]`` and, of the same shape, which are responses; ``None`` if it awaits one.
+    """One sequence: ``tokens [L]`` and ``loss_mask [L]``, true on responses; ``None`` if the response is missing.
 
-    The response that it awaits may be the tokens ``guess``.
+    ``draft [R]`` may hold what the missing response probably is.
     """
 
     tokens: Ints
     loss_mask: Ints | None
-    guess: Ints | None = None
+    draft: Ints | None = None
 
     @property
     def prompt(self) -> Ints:
@@ -49,11 +49,12 @@ class Row:
 def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any]) -> Row:
     """Tokens of a conversation in the target's chat template, or as plain text (``chat=False``, or no template).
 
-    Without a response they end where the target would begin its own. The stop token behind a response belongs to
-    it. ``switches`` go to the chat template. Raises :class:`~dflash.errors.DataError` where that cannot be done.
+    Without a response the tokens end where the target would begin its own. The stop token after a response belongs
+    to it. ``switches`` go to the chat template. Raises :class:`~dflash.errors.DataError`, naming the line, where the
+    template refuses the messages or a response cannot be marked.
     """
     if target.tokenizer is None:
-        raise DataError("This target was loaded without a tokenizer; prompts cannot become tokens.")
+        raise DataError("This target has no tokenizer to make tokens of prompts; load it from a folder that has one.")
     try:
         if chat and target.tokenizer.has_chat_template:
             row = _templated(conversation, target, switches)
@@ -61,8 +62,8 @@ def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, sw
             row = _plain(conversation, target.tokenizer, target.stop_token_ids())
         if not 0 <= row.tokens.max(initial=-1) < target.vocab_size:
             raise DataError(
-                f"the target knows tokens 0 to {target.vocab_size - 1}, its tokenizer and chat template give "
-                f"{row.tokens.max() if len(row.tokens) else 'none'}: that is the tokenizer of another model."
+                f"the target knows tokens 0 to {target.vocab_size - 1}, but its tokenizer and chat template give "
+                f"{row.tokens.max() if len(row.tokens) else 'none'}: this is the tokenizer of another model."
             )
         return row
     except (TemplateError, TypeError, ValueError) as error:
@@ -75,7 +76,7 @@ def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, sw
 def encode_draft(
     conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any], prompt: Ints
 ) -> Ints | None:
-    """The last response's tokens, behind the ``prompt`` that :func:`encode` makes without it.
+    """Tokens ``[R]`` of the last response, as they follow the ``prompt`` that :func:`encode` makes without it.
 
     ``None`` where they cannot be told apart from the template's.
     """
@@ -86,24 +87,24 @@ def encode_draft(
     length = len(prompt)
     if given.loss_mask is None or not np.array_equal(given.tokens[:length], prompt):
         return None
-    guess = given.tokens[length:][given.loss_mask[length:]]
-    return guess if len(guess) else None
+    draft = given.tokens[length:][given.loss_mask[length:]]
+    return draft if len(draft) else None
 
 
 def request_tokens(
     conversations: Sequence[Conversation], target: LoadedTargetModel, chat: bool, switches: dict[str, Any], room: int
 ) -> list[list[int]]:
-    """Token ids of each conversation without its last response, to be followed by up to ``room`` tokens.
+    """Token ids of each conversation without its last response, each leaving room for ``room`` more tokens.
 
-    Raises :class:`~dflash.errors.DataError`, naming the line, for one that is too long for the target, and as
-    :func:`encode` does.
+    Raises :class:`~dflash.errors.DataError`, naming the line, for a conversation that is too long for the target,
+    and as :func:`encode` does.
     """
     rows = [encode(conversation.unanswered(), target, chat, switches).tokens.tolist() for conversation in conversations]
     for row, conversation in zip(rows, conversations, strict=True):
         if target.max_length is not None and len(row) + room > target.max_length:
             raise DataError(
-                f"{conversation.where}: {len(row)} tokens and {room} new ones are more than the target's "
-                f"{target.max_length}; leave it out, or ask for fewer."
+                f"{conversation.where}: {len(row)} prompt tokens and {room} new ones exceed the target's limit of "
+                f"{target.max_length}; leave this prompt out, or ask for fewer tokens."
             )
     return rows
 
@@ -136,26 +137,27 @@ def response_spans(render: Callable[[Messages], str], messages: Messages, text: 
         own = "".join(text[start:end].split()) in "".join(message["content"].split())
         if marked.count(MARK) != 1 or not text.endswith(after) or start > end or not own:
             raise DataError(
-                f"the target's chat template does not show the response in message {i + 1} once and as it is, so its "
-                "tokens cannot be told apart; give the conversation up to that response, or prompts without responses."
+                f"the target's chat template does not show the response in message {i + 1} exactly once and unchanged, "
+                "so its tokens cannot be found; end the conversation before that response, or give prompts alone."
             )
         spans.append((start, end))
     return spans
 
 
 def _common_length(one: str, other: str) -> int:
-    """Length of the longest common beginning."""
+    """Length of the longest common prefix."""
     if one.startswith(other):
         return len(other)
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _plain(conversation: Conversation, tokenizer: Any, stops: frozenset[int]) -> Row:
-    """A prompt and perhaps a response as they stand, one behind the other, and the stop token."""
+    """A prompt, and the response and stop token after it if there is one, without a template."""
     roles = [message["role"] for message in conversation.messages]
     if roles not in (["user"], ["user", "assistant"]):
         raise DataError(
-            f"without a chat template only a prompt and one response can be used, not messages of {', '.join(roles)}."
+            "without a chat template a conversation must be one prompt and at most one response, "
+            f"not messages of {', '.join(roles)}."
         )
     prompt, *response = [message["content"] for message in conversation.messages]
     if not response:
@@ -170,11 +172,11 @@ def _plain(conversation: Conversation, tokenizer: Any, stops: frozenset[int]) ->
 def _masked(
     tokenizer: Any, text: str, spans: list[tuple[int, int]], stops: frozenset[int], special: bool
 ) -> tuple[Ints, Ints]:
-    """Tokens of ``text`` and which are responses: those wholly inside a span, and a stop token right behind one."""
+    """Tokens of ``text`` and their loss mask: tokens wholly inside a span, and a stop token right after one."""
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
-            "the target's tokenizer does not say which characters a token stands for, so given responses cannot be "
-            "marked; let the target write them (--regenerate)."
+            "the target's tokenizer does not say which characters a token stands for, so the tokens of a given "
+            "response cannot be found; let the target write the responses (--regenerate)."
         )
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=special)
     tokens = np.asarray(encoding.ids, np.int32)
@@ -186,7 +188,7 @@ def _masked(
             inside[i] = text[begins[i] : start].isspace()  # templates that put a space first leave it to the response
         loss_mask |= inside
         if inside.any():
-            behind = int(np.flatnonzero(inside)[-1]) + 1
-            if behind < len(tokens) and tokens[behind] in stops:
-                loss_mask[behind] = True
+            after = int(np.flatnonzero(inside)[-1]) + 1
+            if after < len(tokens) and tokens[after] in stops:
+                loss_mask[after] = True
     return tokens, loss_mask

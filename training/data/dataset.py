@@ -1,37 +1,50 @@
-"""A dataset on disk: token shards, the manifest that describes them, and the fingerprints it is checked by.
+"""A dataset on disk: shards, the manifest that describes them, and the checks at opening.
 
 Knows files and what identifies a target. Must not know prompts, chat templates or training.
 
-    plan.json                    what is to be made, written before the first shard
-    train/000000.safetensors     shards (`Sequences.save`), each whole or not there
-    heldout/000000.safetensors
-    manifest.json                what has been made, written after the last shard
+    plan.json                     what is to be made, written before the first shard
+    shards/000000.safetensors     `tokens`, `loss_mask`, `lengths` of sequences, and a `digest` of how each begins
+    shards/000000.jsonl           the same sequences as text, one a line: {"messages": [...], other keys of the prompt}
+    manifest.json                 what has been made and which digests are held out, written after the last shard
+
+Each file is whole or not there. Version 1 had the folders `train` and `heldout` in place of `shards`, and neither
+digests nor text: such a dataset still opens, its split fixed.
 """
 
 import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from dflash import LoadedTargetModel
-from dflash.errors import CheckpointError, DataError
-from dflash.files import flat, read_json
+from dflash.errors import CheckpointError, DataError, one_line
+from dflash.files import atomic_write, exclusive_lock, flat, read_arrays, read_json, write_arrays, write_json
 
 from .sequences import Ints, Sequences
+from .split import SPLITS, HeldoutRule, Split, is_heldout
 
-Split = Literal["train", "heldout"]
-SPLITS: tuple[Split, ...] = get_args(Split)
-FORMAT, VERSION = "dflash-dataset", 1
-PLAN, MANIFEST = "plan.json", "manifest.json"
+FORMAT, VERSION = "dflash-dataset", 2
+PLAN, MANIFEST, SHARDS = "plan.json", "manifest.json", "shards"
 
 _VALUES = 64  # looked at in each weight: a fine-tuned copy differs in some, a cast to float32 in none
 _PROBE = "Hello, world! 3.14159\n\tdef f(x):\n        return x ** 2  # naïve — Ωß 漢字 🙂\n<|im_end|></s>"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence of a shard: ``tokens [L]``, ``loss_mask [L]``, the digest of its opening, and the same as text."""
+
+    tokens: Ints
+    loss_mask: Ints
+    digest: int
+    text: dict[str, Any]
 
 
 # --- fingerprints -------------------------------------------------------------------------------------------
@@ -75,34 +88,76 @@ def tokenizer_fingerprint(target: LoadedTargetModel) -> str:
 
 def dataset_fingerprint(sequences: Sequences) -> dict[str, int]:
     """What tells one dataset from another."""
-    tokens, response = (zlib.crc32(array.tobytes()) for array in (sequences.tokens, sequences.loss_mask))
-    return {"sequences": len(sequences), "tokens": len(sequences.tokens), "crc": tokens ^ (response << 1)}
+    tokens, mask = (zlib.crc32(array.tobytes()) for array in (sequences.tokens, sequences.loss_mask))
+    return {"sequences": len(sequences), "tokens": len(sequences.tokens), "crc": tokens ^ (mask << 1)}
 
 
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def shard_path(folder: Path, split: Split, number: int) -> Path:
-    """Where shard ``number`` of a split is kept."""
-    return folder / split / f"{number:06d}.safetensors"
+def shard_path(folder: Path, number: int) -> Path:
+    """Where the sequences of shard ``number`` are kept."""
+    return folder / SHARDS / f"{number:06d}.safetensors"
 
 
-def write_shard(path: Path, sequences: Sequence[tuple[Ints, Ints]]) -> None:
-    """Write sequences, each its tokens ``[L]`` and which are responses ``[L]``, whole or not at all; maybe none."""
-    tokens = np.concatenate([np.zeros(0, np.int32), *(tokens for tokens, _ in sequences)])
-    response = np.concatenate([np.zeros(0, bool), *(response for _, response in sequences)])
-    Sequences(tokens, response, np.asarray([len(tokens) for tokens, _ in sequences], np.int32)).save(path)
+def text_path(folder: Path, number: int) -> Path:
+    """Where shard ``number`` is kept as text."""
+    return shard_path(folder, number).with_suffix(".jsonl")
+
+
+def write_shard(folder: Path, number: int, examples: Sequence[Example]) -> None:
+    """Write both files of a shard, the sequences last; there may be no examples."""
+    lines = "".join(json.dumps(example.text, ensure_ascii=False) + "\n" for example in examples)
+    atomic_write(text_path(folder, number), lambda file: file.write_text(lines, encoding="utf-8"))
+    arrays = {
+        "tokens": np.concatenate([np.zeros(0, np.int32), *(example.tokens for example in examples)]),
+        "loss_mask": np.concatenate([np.zeros(0, bool), *(example.loss_mask for example in examples)]),
+        "lengths": np.asarray([len(example.tokens) for example in examples], np.int32),
+        "digest": np.asarray([example.digest for example in examples], np.uint64),
+    }
+    write_arrays(shard_path(folder, number), {name: mx.array(array) for name, array in arrays.items()})
+
+
+def write_manifest(folder: Path, description: dict[str, Any], rule: HeldoutRule) -> dict[str, Any]:
+    """Count the sequences of each split, and write the manifest unless it is there; returns it.
+
+    ``description`` must hold ``shards``, their number, and ``stop_tokens``, the target's.
+    """
+    described = description | {"heldout": asdict(rule)}
+    shards, splits = shards_with_split(folder, described), {}
+    for split in SPLITS:
+        parts = Sequences.concatenate(part.select(held == (split == "heldout")) for part, held in shards)
+        splits[split] = _count(parts, description["stop_tokens"])
+    manifest = described | {"splits": splits}
+    if not (folder / MANIFEST).exists() or read_manifest(folder) != manifest:
+        write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def change_split(folder: Path, rule: HeldoutRule) -> dict[str, Any]:
+    """Decide anew which conversations of a finished dataset are held out; returns its manifest.
+
+    Raises :class:`~dflash.errors.DataError` for a dataset of version 1, whose split is fixed.
+    """
+    with exclusive_lock(folder):
+        manifest = read_manifest(folder)
+        if manifest["version"] == 1:
+            raise DataError(
+                f"The dataset in {folder} has format version 1, whose split is fixed. It can still be trained on; for "
+                "another split, give its 'dflash prepare' command with an empty folder."
+            )
+        return write_manifest(folder, manifest, rule)
 
 
 def remove_unfinished(folder: Path) -> None:
     """Remove what a killed process was writing: files under temporary names."""
-    names = [".plan-*.json", ".manifest-*.json", *(f"{split}/.[0-9]*-*.safetensors" for split in SPLITS)]
-    for file in [file for name in names for file in folder.glob(name)]:
-        file.unlink()
+    for name in (".plan-*.json", ".manifest-*.json", f"{SHARDS}/.[0-9]*-*.safetensors", f"{SHARDS}/.[0-9]*-*.jsonl"):
+        for file in list(folder.glob(name)):
+            file.unlink()
 
 
-def count(sequences: Sequences, stops: Iterable[int]) -> dict[str, int]:
-    """Sizes of a shard; ``cut`` are sequences whose last response was not ended by the target."""
+def _count(sequences: Sequences, stops: Sequence[int]) -> dict[str, int]:
+    """Sizes of a split; ``cut`` are sequences whose last response does not end with a stop token."""
     responses = np.flatnonzero(sequences.loss_mask)
     last = sequences.tokens[responses[np.searchsorted(responses, np.cumsum(sequences.lengths)) - 1]]
     return {
@@ -117,10 +172,11 @@ def count(sequences: Sequences, stops: Iterable[int]) -> dict[str, int]:
 
 
 def open_dataset(folder: Path, split: Split, target: LoadedTargetModel | None) -> Sequences:
-    """All sequences of one split, after checking that ``target`` (unless ``None``) is the one that wrote them.
+    """All sequences of one split, in the order in which they were prepared.
 
-    Raises :class:`~dflash.errors.DataError` for an unfinished, damaged or empty dataset, and for one of another
-    target or tokenizer.
+    Checks first that ``target`` wrote them, unless it is ``None``; the fingerprint reads every weight, so a caller
+    that opens both splits checks once. Raises :class:`~dflash.errors.DataError` for an unfinished or damaged
+    dataset, for an empty split, and for a dataset of another target or tokenizer.
     """
     manifest = read_manifest(folder)
     if target is not None:
@@ -128,21 +184,55 @@ def open_dataset(folder: Path, split: Split, target: LoadedTargetModel | None) -
     expected = manifest["splits"][split]
     if not expected["sequences"]:
         raise DataError(
-            f"{folder} has no sequences in its split {split!r}; prepare more, or another --heldout-percent."
+            f"The dataset in {folder} has no sequences in its split {split!r}; choose another share with "
+            f"'dflash data split {folder} --heldout-percent P', or prepare more conversations."
         )
-    parts = [read_shard(shard_path(folder, split, i)) for i in range(expected["shards"])]
-    sequences = Sequences(
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.loss_mask for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
-    )
+    sequences = Sequences.concatenate(_split_shards(folder, manifest, split))
     for name, number in (("sequences", len(sequences)), ("tokens", len(sequences.tokens))):
         if number != expected[name]:
             raise DataError(
-                f"{folder / split} holds {number} {name}, but its manifest says {expected[name]}: a shard was "
-                "exchanged. Prepare the dataset again in an empty folder."
+                f"Split {split!r} of {folder} holds {number} {name}, but its manifest says {expected[name]}: a shard "
+                "was exchanged. Prepare the dataset again in an empty folder."
             )
     return sequences
+
+
+def shard_sizes(folder: Path, split: Split) -> list[int]:
+    """How many sequences of a split each shard holds; they add up to those of :func:`open_dataset`, in its order."""
+    return [len(part) for part in _split_shards(folder, read_manifest(folder), split)]
+
+
+def _split_shards(folder: Path, manifest: dict[str, Any], split: Split) -> list[Sequences]:
+    """Each shard's sequences that belong to ``split``."""
+    if manifest["version"] == 1:
+        numbers = range(manifest["splits"][split]["shards"])
+        return [read_shard(folder / split / f"{number:06d}.safetensors")[0] for number in numbers]
+    return [part.select(held == (split == "heldout")) for part, held in shards_with_split(folder, manifest)]
+
+
+def shards_with_split(folder: Path, manifest: dict[str, Any]) -> list[tuple[Sequences, Ints]]:
+    """Of a dataset of version 2, each shard's sequences and which of them are held out, a boolean ``[N]``."""
+    parts = [read_shard(shard_path(folder, number)) for number in range(manifest["shards"])]
+    held = is_heldout(np.concatenate([digests for _, digests in parts]), HeldoutRule(**manifest["heldout"]))
+    ends = np.cumsum([len(sequences) for sequences, _ in parts])[:-1]
+    return [(sequences, part) for (sequences, _), part in zip(parts, np.split(held, ends), strict=True)]
+
+
+def read_shard(path: Path) -> tuple[Sequences, Ints]:
+    """A shard's sequences and their digests ``[N]``; of version 1, which has none, zeros.
+
+    Raises :class:`~dflash.errors.DataError` if the file is missing or damaged.
+    """
+    if not path.exists():
+        raise DataError(f"{path} is missing; restore it, or prepare the dataset again in an empty folder.")
+    try:
+        arrays = {name: np.array(array) for name, array in read_arrays(path)[0].items()}
+        sequences = Sequences.from_arrays(arrays)
+        return sequences, arrays.get("digest", np.zeros(len(sequences), np.uint64))
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} is damaged: {one_line(error, 200)}; remove it and give the 'dflash prepare' command again."
+        ) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -151,28 +241,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if (folder / PLAN).exists():
             raise DataError(f"The dataset in {folder} is not finished; give its 'dflash prepare' command again.")
         raise DataError(f"{folder} holds no dataset ({MANIFEST} is missing); make one with 'dflash prepare'.")
-    manifest = read_description(folder / MANIFEST)
+    manifest = read_description(folder / MANIFEST, (1, VERSION))
     try:
-        whole = all(
-            isinstance(manifest["splits"][s][n], int) for s in SPLITS for n in ("shards", "sequences", "tokens")
-        )
-    except (KeyError, TypeError):
+        for split in SPLITS:
+            counts = manifest["splits"][split]
+            _require_integers(counts, "sequences", "tokens", *(["shards"] if manifest["version"] == 1 else []))
+        if manifest["version"] == VERSION:
+            _require_integers(manifest, "shards")
+            HeldoutRule(**manifest["heldout"])
+        whole = {"target", "tokenizer"} <= manifest.keys()
+    except (KeyError, TypeError, ValueError):
         whole = False
-    if not whole or not {"target", "tokenizer"} <= manifest.keys():
+    if not whole:
         raise DataError(f"{folder / MANIFEST} is damaged; prepare the dataset again in an empty folder.")
     return manifest
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """A plan or a manifest of this format and version."""
+def _require_integers(values: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if not isinstance(values[name], int):
+            raise TypeError(name)
+
+
+def read_description(path: Path, versions: Sequence[int] = (VERSION,)) -> dict[str, Any]:
+    """A plan or a manifest of this format and of one of ``versions``."""
     try:
         value = read_json(path)
     except CheckpointError as error:
         raise DataError(str(error)) from error
-    if value.get("format") != FORMAT or value.get("version") != VERSION:
+    if value.get("format") != FORMAT or value.get("version") not in versions:
         raise DataError(
-            f"{path} is of format {value.get('format')!r}, version {value.get('version')!r}; "
-            f"expected {FORMAT!r}, version {VERSION}."
+            f"{path} is of format {value.get('format')!r}, version {value.get('version')!r}; expected {FORMAT!r}, "
+            f"version {' or '.join(map(str, versions))}. Choose an empty folder to prepare a new dataset."
         )
     return value
 
@@ -187,16 +287,3 @@ def check_target(manifest: dict[str, Any], target: LoadedTargetModel, folder: Pa
                 f"{fingerprint[:12]}): a drafter learns only from what its own target writes. "
                 "Give that target, or prepare a dataset with this one."
             )
-
-
-def read_shard(path: Path) -> Sequences:
-    """One shard. Raises :class:`~dflash.errors.DataError` if it is missing or damaged."""
-    if not path.exists():
-        raise DataError(f"{path} is missing; restore it, or prepare the dataset again in an empty folder.")
-    try:
-        return Sequences.load(path)
-    except (RuntimeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(
-            f"{path} is damaged: {reason}; remove it and give the 'dflash prepare' command again."
-        ) from error

@@ -1,24 +1,32 @@
 """Responses that a target writes itself, many at a time.
 
-Knows mlx-lm's batched generation and token ids. Must not know files, or what the requests are about.
+Knows mlx-lm's batched generation, settings and tokens. Must not know files, or what the requests are about.
 
-Whoever can guess a response saves its decoding: one pass over a guess shows how far each of its tokens is the
-target's own greedy choice, and only what follows the first other choice is decoded.
+Drafts save decoding: one pass over a draft shows how much of it is the target's own greedy choice, and only the rest
+is decoded.
+
+Shapes: R rows of a batch, L length, S draft tokens, E hidden size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
 from dflash import LoadedTargetModel
+from dflash.errors import DataError
 
-from .sequences import Sequences, pad_batch, plan_batches
+from .chat import Row
+from .plan import PrepareSettings, longest_sequence
+from .sequences import Ints, Sequences, pad_batch, plan_batches
 
-_PIECE = 512
-"""Positions whose logits are computed at a time."""
+_POSITIONS_PER_PASS = 512
+"""Positions whose logits are computed at a time: with a large vocabulary a whole response's would not fit."""
 
 
 def generate_responses(
@@ -28,12 +36,12 @@ def generate_responses(
     max_tokens: Sequence[int],
     batch: int = 64,
     sampler: Callable[[mx.array], mx.array] | None = None,
-    finished: Callable[[], object] = lambda: None,
-) -> list[list[int]]:
-    """The target's response to each prompt, with the stop token unless it was cut at its ``max_tokens``.
+) -> Iterator[tuple[int, list[int]]]:
+    """Number of a prompt and the target's response, each as soon as it is complete.
 
-    Greedy without a ``sampler``. ``finished`` is called whenever one is complete. The same prompts in the same
-    batches give the same responses; with a sampler that draws from MLX's random state, from the same seed.
+    A response ends with its stop token, unless it was cut at its ``max_tokens``. Decoding is greedy without a
+    ``sampler``. The same prompts in the same batches give the same responses; with a sampler that draws from MLX's
+    random state, from the same seed.
     """
     generator = BatchGenerator(
         model,
@@ -42,37 +50,108 @@ def generate_responses(
         completion_batch_size=batch,
         prefill_batch_size=min(batch, 32),
     )
-    uids = generator.insert([list(prompt) for prompt in prompts], list(max_tokens))
-    numbers = {uid: i for i, uid in enumerate(uids)}
-    written: list[list[int]] = [[] for _ in prompts]
-    while responses := generator.next_generated():
-        for response in responses:
-            written[numbers[response.uid]].append(int(response.token))
-            if response.finish_reason is not None:
-                finished()
-    generator.close()
-    return written
+    try:
+        uids = generator.insert([list(prompt) for prompt in prompts], list(max_tokens))
+        numbers = {uid: i for i, uid in enumerate(uids)}
+        written: list[list[int]] = [[] for _ in prompts]
+        while responses := generator.next_generated():
+            for response in responses:
+                number = numbers[response.uid]
+                written[number].append(int(response.token))
+                if response.finish_reason is not None:
+                    yield number, written[number]
+    finally:
+        generator.close()
 
 
 def accepted_prefixes(
     target: LoadedTargetModel,
     prompts: Sequence[list[int]],
-    guesses: Sequence[list[int]],
+    drafts: Sequence[list[int]],
     batch_tokens: int = 2048,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Number and beginning of each guess, as far as it is the target's own greedy response; no guess may be empty.
+    """Number of each draft and its longest prefix that is the target's own greedy response; no draft may be empty.
 
-    Computed in passes of another shape than decoding's, so that a near tie may fall the other way.
+    The passes have another shape than decoding's, so that a near tie may fall the other way.
     """
-    if not guesses:
+    if not drafts:
         return
-    together = Sequences.from_lists(list(prompts), list(guesses))
-    starts = together.starts
-    for rows in plan_batches(together.lengths, batch_tokens, seed=0):
-        tokens, _ = pad_batch(together, rows, starts)
-        hidden_NSE, _ = target.forward_hidden(mx.array(tokens), None, ())
-        for row, hidden_SE in zip(rows, hidden_NSE, strict=True):
-            guess, begin = guesses[row], len(prompts[row]) - 1
-            pieces = mx.split(hidden_SE[None, begin : begin + len(guess)], range(_PIECE, len(guess), _PIECE), axis=1)
-            chosen = np.concatenate([np.array(mx.argmax(target.head(piece), axis=-1)) for piece in pieces], axis=1)
-            yield int(row), guess[: int(np.cumprod(chosen[0] == guess).sum())]
+    sequences = Sequences.from_lists(list(prompts), list(drafts))
+    starts = sequences.starts
+    for rows in plan_batches(sequences.lengths, batch_tokens, seed=0):
+        tokens_RL, _ = pad_batch(sequences, rows, starts)
+        hidden_RLE, _ = target.forward_hidden(mx.array(tokens_RL), None, ())
+        for row, hidden_LE in zip(rows, hidden_RLE, strict=True):
+            draft, begin = drafts[row], len(prompts[row]) - 1
+            hidden_1SE = hidden_LE[None, begin : begin + len(draft)]
+            parts = mx.split(hidden_1SE, range(_POSITIONS_PER_PASS, len(draft), _POSITIONS_PER_PASS), axis=1)
+            greedy_S = np.concatenate([np.array(mx.argmax(target.head(part), axis=-1))[0] for part in parts])
+            yield int(row), draft[: int(np.cumprod(greedy_S == draft).sum())]
+
+
+def answer_rows(
+    rows: Sequence[Row], target: LoadedTargetModel, settings: PrepareSettings, name: str
+) -> Iterator[tuple[int, Ints, Ints]]:
+    """Number, tokens ``[L]`` and loss mask ``[L]`` of every row, as soon as its response is there.
+
+    The target writes the responses that are missing; random numbers depend on ``settings.seed`` and ``name`` only.
+    """
+    mx.random.seed(int.from_bytes(hashlib.sha256(f"{settings.seed} {name}".encode()).digest()[:8], "big"))
+    unanswered = []
+    for number, row in enumerate(rows):
+        if row.loss_mask is None:
+            unanswered.append(number)
+        else:
+            yield number, row.tokens, row.loss_mask
+    for i, response in _write_responses([rows[number] for number in unanswered], target, settings):
+        prompt = rows[unanswered[i]].tokens
+        tokens = np.concatenate([prompt, np.asarray(response, np.int32)])
+        yield unanswered[i], tokens, np.arange(len(tokens)) >= len(prompt)
+
+
+def _write_responses(
+    rows: Sequence[Row], target: LoadedTargetModel, settings: PrepareSettings
+) -> Iterator[tuple[int, list[int]]]:
+    """Number and response of every row; of a draft only what follows its accepted prefix is decoded."""
+    longest, stops = longest_sequence(target, settings), target.stop_token_ids()
+    prompts = [row.tokens.tolist() for row in rows]
+    most = [min(settings.max_tokens, longest - len(prompt)) for prompt in prompts]
+    drafts = {i: _through_stop(stops, row.draft[: most[i]]) for i, row in enumerate(rows) if row.draft is not None}
+    begun: dict[int, list[int]] = {i: [] for i in range(len(rows))}
+    numbers = list(drafts)
+    for k, prefix in accepted_prefixes(target, [prompts[i] for i in numbers], list(drafts.values())):
+        i = numbers[k]
+        if len(prefix) == most[i] or (prefix and prefix[-1] in stops):
+            del begun[i]
+            yield i, prefix
+        else:
+            begun[i] = prefix
+    if not begun:
+        return
+    unfinished = list(begun)
+    continued = generate_responses(
+        target.model,
+        [prompts[i] + begun[i] for i in unfinished],
+        stops,
+        [most[i] - len(begun[i]) for i in unfinished],
+        settings.batch_size,
+        make_sampler(settings.temp, settings.top_p, top_k=settings.top_k),
+    )
+    for k, rest in continued:
+        yield unfinished[k], begun[unfinished[k]] + rest
+
+
+def _through_stop(stops: Collection[int], tokens: Ints) -> list[int]:
+    """Tokens up to and including the first stop token."""
+    ends = np.flatnonzero(np.isin(tokens, list(stops)))
+    return tokens[: ends[0] + 1 if len(ends) else None].tolist()
+
+
+def require_batches(target: LoadedTargetModel) -> None:
+    """Raise :class:`~dflash.errors.DataError` unless mlx-lm can decode several sequences of this target at once."""
+    for i, cache in enumerate(make_prompt_cache(target.model)):
+        if not hasattr(cache, "merge"):
+            raise DataError(
+                f"mlx-lm cannot write in batches with this target: layer {i} keeps a {type(cache).__name__}. "
+                "Give conversations that already hold the target's responses."
+            )

@@ -1,11 +1,14 @@
-"""Token sequences with a mask of what the target wrote, and how they are put into batches.
+"""Token sequences with a loss mask, and how they are put into batches.
 
 Knows token ids, masks and lengths. Must not know words, models or losses.
 
-A sequence is a whole conversation, its request first; batches hold sequences of similar length, padded on
-the right to the longest, so that no sequence ever sees another one. Of the shipped pair's batches 0.4 % is padding.
+A sequence is a whole conversation, prompt first. A batch holds sequences of similar length, padded on the right
+to the longest, so that no sequence ever sees another one; 0.4 % of the bundled target's batches is padding.
+
+Shapes: N sequences, L length of one, T tokens of all.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +22,7 @@ Ints = np.ndarray
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences end to end: their ``tokens`` and, of the same shape, ``loss_mask``: which the target wrote."""
+    """Sequences end to end: ``tokens [T]`` (int32), ``loss_mask [T]``, true on responses, and ``lengths [N]``."""
 
     tokens: Ints
     loss_mask: Ints
@@ -27,12 +30,12 @@ class Sequences:
 
     @classmethod
     def from_lists(cls, prompts: list[list[int]], answers: list[list[int]]) -> "Sequences":
-        """Join each prompt with its answer."""
+        """Join each prompt with its answer; the mask is true on answers."""
         rows = [p + a for p, a in zip(prompts, answers, strict=True)]
-        wrote = [[False] * len(p) + [True] * len(a) for p, a in zip(prompts, answers, strict=True)]
+        masks = [[False] * len(p) + [True] * len(a) for p, a in zip(prompts, answers, strict=True)]
         return cls(
             np.concatenate([np.asarray(r, dtype=np.int32) for r in rows]),
-            np.concatenate([np.asarray(w, dtype=bool) for w in wrote]),
+            np.concatenate([np.asarray(m, dtype=bool) for m in masks]),
             np.asarray([len(r) for r in rows], dtype=np.int32),
         )
 
@@ -41,13 +44,13 @@ class Sequences:
 
     @property
     def starts(self) -> Ints:
-        """Where each sequence begins in ``tokens``."""
+        """Index ``[N]`` of each sequence's first token."""
         return np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
 
-    def select(self, chosen: Ints) -> "Sequences":
-        """The sequences for which the boolean ``chosen`` is true."""
-        kept = np.repeat(chosen, self.lengths)
-        return Sequences(self.tokens[kept], self.loss_mask[kept], self.lengths[chosen])
+    def select(self, kept: Ints) -> "Sequences":
+        """The sequences for which the boolean ``kept [N]`` is true."""
+        inside = np.repeat(kept, self.lengths)
+        return Sequences(self.tokens[inside], self.loss_mask[inside], self.lengths[kept])
 
     def save(self, path: Path) -> None:
         """Write all three arrays to one safetensors file, whole or not at all."""
@@ -57,15 +60,25 @@ class Sequences:
     @classmethod
     def load(cls, *paths: Path) -> "Sequences":
         """Read the files of :meth:`save` as one set."""
-        parts = [read_arrays(path)[0] for path in paths]
-        return cls(**{name: np.concatenate([np.array(part[name]) for part in parts]) for name in parts[0]})
+        return cls.concatenate([cls.from_arrays({k: np.array(v) for k, v in read_arrays(p)[0].items()}) for p in paths])
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, Ints]) -> "Sequences":
+        """The sequences of a file's arrays; older files call the mask ``response``."""
+        mask = arrays["loss_mask"] if "loss_mask" in arrays else arrays["response"]
+        return cls(arrays["tokens"], mask, arrays["lengths"])
+
+    @classmethod
+    def concatenate(cls, parts: Iterable["Sequences"]) -> "Sequences":
+        """All sequences of ``parts``, in order."""
+        joined = zip(*((part.tokens, part.loss_mask, part.lengths) for part in parts), strict=True)
+        return cls(*(np.concatenate(arrays) for arrays in joined))
 
 
 def plan_batches(lengths: Ints, batch_tokens: int, seed: int, pool: int = 1024) -> list[Ints]:
-    """Sequence numbers of every batch of one pass, in order; a batch holds at most ``batch_tokens`` with padding.
+    """Sequence numbers of every batch of one epoch, in order; a batch holds at most ``batch_tokens``, padding included.
 
-    Sequences are shuffled, sorted by length within pools of ``pool``, and the batches of a pool shuffled
-    again.
+    Sequences are shuffled and sorted by length within pools of ``pool``; then the batches of a pool are shuffled.
     """
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(lengths))
@@ -83,7 +96,7 @@ def plan_batches(lengths: Ints, batch_tokens: int, seed: int, pool: int = 1024) 
 
 
 def pad_batch(sequences: Sequences, rows: Ints, starts: Ints, pad: int = 0) -> tuple[Ints, Ints]:
-    """Tokens and response mask ``[len(rows), longest]`` of some sequences, padded on the right."""
+    """Tokens and loss mask ``[len(rows), longest]`` of the sequences ``rows``, padded on the right."""
     lengths = sequences.lengths[rows]
     shape = len(rows), int(lengths.max())
     tokens, loss_mask = np.full(shape, pad, dtype=np.int32), np.zeros(shape, dtype=bool)

@@ -88,8 +88,8 @@ def accuracy(model: nn.Module, tokenizer: Tokenizer, settings: HeldoutSettings) 
     """Fraction of the heldout requests that greedy decoding answers correctly, over all and by kind."""
     drawn = list(samples(settings.seed, settings.samples, "heldout"))
     prompts = [encode_prompt(tokenizer, sample.prompt) for sample in drawn]
-    answers = generate_responses(model, prompts, [token_id(tokenizer, END)], [settings.max_tokens] * len(prompts))
-    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    responses = generate_responses(model, prompts, [token_id(tokenizer, END)], [settings.max_tokens] * len(prompts))
+    texts = [tokenizer.decode(response, skip_special_tokens=True) for _, response in sorted(responses)]
     verdicts = check_answers((text, sample.check) for text, sample in zip(texts, drawn, strict=True))
     for text, sample, verdict in zip(texts, drawn, verdicts, strict=True):
         if not verdict.ok:

@@ -1,0 +1,149 @@
+"""``dflash prepare`` and ``dflash data``: what they print, and one line of error for what cannot be done."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli import assert_one_error, invoke
+from support.conversations import invoke_prepare, tree, write_lines
+
+import dflash.training.data.prepare as preparing
+from dflash.prompts import read_conversations
+from dflash.training.data.dataset import open_dataset
+
+
+def test_prepare_makes_a_dataset_and_says_what_is_in_it(target_folder, target, tmp_path):
+    data = write_lines(tmp_path / "p.jsonl", *['{"prompt": "a"}'] * 2, '{"prompt": "b", "response": "c"}')
+    result = invoke_prepare(data, tmp_path, target_folder, "--max-tokens", "5")
+    assert result.exit_code == 0, result.output
+    assert "train    1 sequences" in result.stdout
+    assert "heldout  1 sequences" in result.stdout
+    assert "1 duplicate, 0 too long" in result.stdout
+    assert len(open_dataset(tmp_path / "made", "train", target)) == 1
+    assert json.loads((tmp_path / "made/manifest.json").read_text())["source"] == "p.jsonl"
+
+
+def test_a_dataset_is_shown_split_anew_and_exported(target_folder, target, tmp_path):
+    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"q": f"Say {i}", "answer": i}) for i in range(12)))
+    made = tmp_path / "made"
+    assert invoke_prepare(data, tmp_path, target_folder, "--max-tokens", "5", "--template", "{q}!").exit_code == 0
+
+    shown = invoke("data", "show", made, "--limit", "2")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("\n---") == 2
+    assert "[user] Say 0!\n[assistant] " in shown.stdout
+    assert '{"q": "Say 0", "answer": 0}' in shown.stdout
+    assert "heldout  1 sequences" in shown.stdout
+
+    split = invoke("data", "split", made, "--heldout-at-least", "4")
+    assert split.exit_code == 0, split.output
+    assert "heldout  4 sequences" in split.stdout
+    assert len(open_dataset(made, "heldout", target)) == 4
+    assert invoke("data", "show", made, "--split", "heldout", "--limit", "9").stdout.count(", heldout: ") == 4
+
+    exported = invoke("data", "export", made, tmp_path / "out.jsonl", "--split", "train")
+    assert exported.exit_code == 0, exported.output
+    assert "8 conversations are in" in exported.stdout
+    assert all(talk.answered and "answer" in talk.extra for talk in read_conversations(tmp_path / "out.jsonl"))
+
+
+@pytest.mark.parametrize("command", [["show"], ["split"], ["export"]])
+def test_a_folder_without_a_dataset_is_one_line_of_error(tmp_path, command):
+    more = [tmp_path / "out.jsonl"] if command == ["export"] else []
+    assert_one_error(invoke("data", *command, tmp_path, *more), "holds no dataset .* make one with 'dflash prepare'")
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-length", "9"], r"None of the 1 conversations can be used \(1 too long\); max_length is 9"),
+        (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--max-length", "2"], "max_length must be more than 2"),
+        (["--heldout-percent", "100"], "heldout_percent must be at least 0 and below 100"),
+        (["--heldout-at-least", "-1"], "heldout_at_least must be at least 0, got -1"),
+        (["--top-p", "2"], "top_p must be between 0 and 1"),
+        (["--top-k", "999"], "top_k must be below the target's 264 tokens"),
+        (["--temp", "-1"], "temp must be at least 0"),
+        (["--chat-template-config", "{"], "--chat-template-config is not valid JSON"),
+        (["--chat-template-config", "[1]"], "--chat-template-config must be a JSON object"),
+        (["--target", "no/such folder"], "No checkpoint folder at 'no/such folder'"),
+        (["--target", ""], "--target is empty"),
+    ],
+)
+def test_bad_options_are_one_line_of_error(target_folder, tmp_path, options, message):
+    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}')
+    assert_one_error(invoke_prepare(data, tmp_path, target_folder, *options), message)
+    assert not (tmp_path / "made/plan.json").exists()
+
+
+def test_conversations_without_response_tokens_are_one_line_of_error(target_folder, tmp_path):
+    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a", "response": ""}')
+    message = r"None of the 1 conversations can be used \(1 no response\)"
+    assert_one_error(invoke_prepare(data, tmp_path, target_folder), message)
+
+
+def test_a_file_in_place_of_the_folder_is_one_line_of_error_before_the_target_loads(target_folder, tmp_path):
+    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}')
+    (tmp_path / "made").write_text("")
+    result = invoke_prepare(data, tmp_path, tmp_path / "no target")
+    assert_one_error(result, r"--output must be a folder, but \S+made is a file; choose another name")
+    assert_one_error(invoke_prepare(data, Path("/proc"), target_folder), "Cannot write to /proc/made: ")
+
+
+def test_code_of_a_target_runs_only_where_it_is_trusted(target_folder, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("dflash.target.load_target", lambda path, trust=False: calls.append(trust) or 1 / 0)
+    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}')
+    for options in ([], ["--trust-remote-code"]):
+        assert isinstance(invoke_prepare(data, tmp_path, target_folder, *options).exception, ZeroDivisionError)
+    assert calls == [False, True]
+
+
+def test_ctrl_c_keeps_finished_files_and_the_same_command_continues(target_folder, tmp_path, monkeypatch):
+    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(6)))
+    options = ["--max-tokens", "5", "--shard-size", "2"]
+    assert invoke_prepare(data, tmp_path / "quiet", target_folder, *options).exit_code == 0
+    write_shard = preparing.write_shard
+
+    def interrupted(folder, number, examples):
+        if number == 1:
+            raise KeyboardInterrupt
+        write_shard(folder, number, examples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "write_shard", interrupted)
+        stopped = invoke_prepare(data, tmp_path, target_folder, *options)
+    assert stopped.exit_code == 130
+    assert re.search(r"Stopped\. Finished files stay in \S+made; the same command continues\.", stopped.stderr)
+    assert (tmp_path / "made/shards/000000.safetensors").exists()
+    assert invoke_prepare(data, tmp_path, target_folder, *options).exit_code == 0
+    assert tree(tmp_path / "made") == tree(tmp_path / "quiet/made")
+
+
+ALMOST_FULL = """
+import resource, dflash.target, mlx.core as mx
+from dflash.cli import main
+mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))  # MKL makes its own small files
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # bytes of one file: the plan fits, a shard does not
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits for the size of a file")
+def test_a_full_disk_is_one_line_of_error_and_the_same_command_continues(target_folder, tmp_path):
+    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(8)))
+    options = ["--target", str(target_folder), "--max-tokens", "50", "--shard-size", "4"]
+    arguments = ["prepare", str(data), "--output", str(tmp_path / "made"), *options]
+    full = subprocess.run([sys.executable, "-c", ALMOST_FULL, *arguments], capture_output=True, text=True)
+    assert full.returncode == 1
+    assert re.search(
+        r"^error: Cannot write to \S+made: .* Make room or .* continues where it stopped\.\n\Z", full.stderr, re.M
+    )
+    assert not list((tmp_path / "made").rglob("*.safetensors"))
+    for name in ("made", "quiet"):
+        assert invoke("prepare", data, "--output", tmp_path / name, *options).exit_code == 0
+    assert tree(tmp_path / "made") == tree(tmp_path / "quiet")

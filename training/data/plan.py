@@ -1,0 +1,116 @@
+"""What goes into a dataset, decided before the target writes a word.
+
+Knows settings, conversations and their tokens. Must not know files, or how responses are written.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dflash import LoadedTargetModel
+from dflash.errors import DataError
+from dflash.progress import progress
+from dflash.prompts import Conversation
+
+from .chat import Row, encode, encode_draft
+
+SHORTEST_RESPONSE = 2
+"""Tokens: an anchor and the one token after it."""
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What a dataset is made of. Lengths are in tokens.
+
+    A response is cut at ``max_tokens``, or where its sequence reaches ``max_length``; given sequences longer than
+    that are dropped. ``temp`` 0 is greedy; ``top_p`` and ``top_k`` 0 are off. ``shard_size`` conversations go into
+    one file. With ``regenerate`` the target writes given last responses anew; at ``temp`` 0 a response that is
+    already its own costs one pass. Raises :class:`~dflash.errors.DataError` for values out of range.
+    """
+
+    max_tokens: int = 2048
+    max_length: int = 3072
+    temp: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+    batch_size: int = 32
+    shard_size: int = 512
+    regenerate: bool = False
+    chat: bool = True
+    chat_template_config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "batch_size", "shard_size"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("max_length", self.max_length > SHORTEST_RESPONSE, f"more than {SHORTEST_RESPONSE}")
+        for name in ("temp", "top_k", "seed"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("top_p", 0 <= self.top_p <= 1, "between 0 and 1")
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise DataError(f"{name} must be {expected}, got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The conversations that are used, as messages and as tokens, and how many were dropped and why."""
+
+    conversations: list[Conversation]
+    rows: list[Row]
+    dropped: dict[str, int]
+
+    def shards(self, size: int) -> Iterator[tuple[int, list[Conversation], list[Row]]]:
+        """Number and contents of each shard of ``size`` conversations."""
+        for number, start in enumerate(range(0, len(self.rows), size)):
+            part = slice(start, start + size)
+            yield number, self.conversations[part], self.rows[part]
+
+    def digest(self) -> str:
+        """SHA-256 over the tokens and masks of all sequences."""
+        total = hashlib.sha256()
+        for row in self.rows:
+            total.update(f"{len(row.tokens)} {row.loss_mask is None}".encode())
+            total.update(row.tokens.tobytes())
+            total.update(b"" if row.loss_mask is None else row.loss_mask.tobytes())
+        return total.hexdigest()
+
+
+def make_plan(conversations: Sequence[Conversation], target: LoadedTargetModel, settings: PrepareSettings) -> Plan:
+    """Tokenize all conversations; leave out those that repeat a prompt and those that cannot be used.
+
+    Raises :class:`~dflash.errors.DataError` if none is left.
+    """
+    longest, how = longest_sequence(target, settings), (target, settings.chat, settings.chat_template_config)
+    with_drafts = settings.regenerate and settings.temp == 0
+    plan = Plan([], [], {"duplicate": 0, "too_long": 0, "no_response": 0})
+    prompts: set[bytes] = set()
+    for conversation in progress(conversations, "tokenize"):
+        row = encode(conversation.unanswered() if settings.regenerate else conversation, *how)
+        if with_drafts and conversation.answered:
+            row = replace(row, draft=encode_draft(conversation, *how, row.tokens))
+        prompt = hashlib.sha256(row.prompt.tobytes()).digest()
+        room = SHORTEST_RESPONSE if row.loss_mask is None else 0
+        if prompt in prompts:
+            plan.dropped["duplicate"] += 1
+        elif len(row.tokens) + room > longest:
+            plan.dropped["too_long"] += 1
+        elif row.loss_mask is not None and row.loss_mask.sum() < SHORTEST_RESPONSE:
+            plan.dropped["no_response"] += 1
+        else:
+            prompts.add(prompt)
+            plan.conversations.append(conversation)
+            plan.rows.append(row)
+    if not plan.rows:
+        reasons = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in plan.dropped.items() if number)
+        raise DataError(
+            f"None of the {len(conversations)} conversations can be used ({reasons}); max_length is {longest}."
+        )
+    return plan
+
+
+def longest_sequence(target: LoadedTargetModel, settings: PrepareSettings) -> int:
+    """Most tokens of a sequence: what was asked for, or what the target can read if that is less."""
+    return min(settings.max_length, target.max_length or settings.max_length)

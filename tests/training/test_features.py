@@ -250,11 +250,11 @@ def test_a_cache_of_something_else_is_refused_for_reading_and_writing(tmp_path):
 
 def test_a_folder_of_a_dataset_is_no_folder_for_features(tmp_path):
     it = made(tmp_path)
-    before = files(tmp_path / "data" / "train")
-    for folder, message in (("data", "have format 'dflash-dataset'"), ("data/train", "to an empty folder")):
+    before = files(tmp_path / "data" / "shards")
+    for folder, message in (("data", "have format 'dflash-dataset'"), ("data/shards", "to an empty folder")):
         with pytest.raises(DataError, match=message):
             fc.write_features(tmp_path / folder, it.data, it.sequences, it.target, it.wanted)
-    assert files(tmp_path / "data" / "train") == before
+    assert files(tmp_path / "data" / "shards") == before
 
 
 def test_a_cache_of_more_than_is_needed_serves(tmp_path):

@@ -10,19 +10,26 @@ Shapes: B batch, L length, E hidden size, F feature size, V vocabulary.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash.errors import IncompatibleModelsError
 
-if TYPE_CHECKING:
-    from dflash.target.replay import Recorder
+
+class LayerCaller(Protocol):
+    """Makes the calls of layers in place of the backbone, to remember what a rewind needs."""
+
+    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``layer`` returns for these arguments."""
 
 
 class TargetAdapter:
     """Access to one loaded mlx-lm model; the model's modules and parameters stay as they are."""
+
+    guessed: ClassVar[bool] = False
+    """Whether the parts were found by their usual shape, so that a trial must show that they are the right ones."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -77,18 +84,19 @@ class TargetAdapter:
 
     @property
     def embedding_scale(self) -> float:
-        """What the backbone multiplies :meth:`embed` by before its first layer.
+        """What the backbone multiplies :meth:`embed` by before its first layer: the target's own factor.
 
-        A drafter that was trained on scaled embeddings carries this number as ``input_embedding_scale``.
+        A drafter embeds with ``embed(tokens) * embedding_scale``, times its own ``input_embedding_scale``
+        (1 unless its config says otherwise).
         """
         return 1.0
 
     def embed(self, tokens_BL: mx.array) -> mx.array:
-        """Token embeddings ``[B, L, E]`` as the table holds them, which is how the drafter shares them."""
+        """Rows of the embedding table, ``[B, L, E]``, as the table holds them: not yet scaled."""
         return self.embedding(tokens_BL)
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
-        """Logits ``[B, L, V]`` from normalised final hidden states."""
+        """Logits ``[B, L, V]`` from final hidden states that are normalised already: a drafter has its own norm."""
         if "lm_head" in self.language_model:
             return self.language_model.lm_head(hidden_BLE)
         return self.embedding.as_linear(hidden_BLE)
@@ -98,7 +106,7 @@ class TargetAdapter:
         tokens_BL: mx.array,
         cache: list[Any] | None,
         layer_ids: Sequence[int],
-        recorder: "Recorder | None" = None,
+        recorder: LayerCaller | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Normalised final hidden states ``[B, L, E]`` and features ``[B, L, F]`` of one pass.
 
@@ -139,29 +147,28 @@ class TargetAdapter:
         return frozenset(tokenizer.eos_token_ids)
 
     @contextmanager
-    def tapped(self, layer_ids: Sequence[int], recorder: "Recorder | None" = None) -> Iterator[dict[int, Any]]:
-        """For one forward pass, stand a :class:`LayerTap` before each layer; yields outputs by layer id.
+    def tapped(self, layer_ids: Sequence[int], recorder: LayerCaller | None = None) -> Iterator[dict[int, Any]]:
+        """For one forward pass, put a :class:`LayerTap` in the place of each layer; yields outputs by layer id.
 
         Only the list of layers is exchanged, and put back whatever happens, so modules and parameter
         names are untouched. Not for two threads on the same model at once.
         """
         outputs: dict[int, Any] = {}
-        owner = self.layers_owner
-        name, layers = _list_of_layers(owner, self.layers)
-        wanted = range(len(layers)) if recorder is not None else layer_ids
-        chosen = frozenset(wanted)
-        taps = [LayerTap(layer, i, outputs, recorder) if i in chosen else layer for i, layer in enumerate(layers)]
+        layers, owner = self.layers, self.layers_owner
+        name, listed = _list_of_layers(owner, layers)
+        tapped = {id(layers[i]): i for i in (range(len(layers)) if recorder is not None else layer_ids)}
+        taps = [LayerTap(x, tapped[id(x)], outputs, recorder) if id(x) in tapped else x for x in listed]
         setattr(owner, name, taps)
         try:
             yield outputs
         finally:
-            setattr(owner, name, layers)
+            setattr(owner, name, listed)
 
 
 class LayerTap:
     """Stands for a layer: calls it, through a recorder if there is one, keeps the output; lends its attributes."""
 
-    def __init__(self, layer: nn.Module, index: int, outputs: dict[int, Any], recorder: "Recorder | None"):
+    def __init__(self, layer: nn.Module, index: int, outputs: dict[int, Any], recorder: LayerCaller | None):
         self._layer, self._index, self._outputs, self._recorder = layer, index, outputs, recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +189,10 @@ class LayerTap:
 
 def _list_of_layers(owner: nn.Module, layers: Sequence[nn.Module]) -> tuple[str, list[nn.Module]]:
     """The attribute of ``owner`` (``layers``, ``h``) that holds the decoder layers."""
+    wanted = {id(layer) for layer in layers}
     for name, value in owner.items():
-        if isinstance(value, list) and value and value[0] is layers[0]:
+        if isinstance(value, list) and wanted & {id(item) for item in value}:
             return name, value
-    raise IncompatibleModelsError(f"{type(owner).__name__} has no list of its decoder layers.")
+    raise IncompatibleModelsError(
+        f"No list of {type(owner).__name__} holds the adapter's layers; layers_owner must be the module that owns them."
+    )

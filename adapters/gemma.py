@@ -46,18 +46,18 @@ class Gemma3nAdapter(GemmaAdapter):
 
     def run_backbone(self, tokens_BL: mx.array, cache: list[Any] | None) -> mx.array:
         """Final hidden states: what the backbone's norm returns on the way to its logits."""
-        norm, seen = self.backbone.norm, []
+        norm, normalised = self.backbone.norm, []
 
         def keep(hidden_BLE: mx.array) -> mx.array:
-            seen.append(norm(hidden_BLE))
-            return seen[0]
+            normalised.append(norm(hidden_BLE))
+            return normalised[0]
 
         self.backbone["norm"] = keep
         try:
             self.backbone(tokens_BL, cache=cache)
         finally:
             self.backbone["norm"] = norm
-        return seen[0]
+        return normalised[0]
 
     def feature(self, output: mx.array) -> mx.array:
         return output[self.config.altup_active_idx]

@@ -2,11 +2,12 @@
 
 Knows that ``model.layers`` are the decoder layers, that one module owns that list (the backbone) and the
 token embedding, and that what the model does with the backbone's output is its head. Must not know any
-one architecture. Whether it found the right parts is for :mod:`dflash.adapters.conformance` to say.
+one architecture. Whether it found the right parts is for :mod:`dflash.target.trial` to say.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,8 +15,9 @@ import mlx.nn as nn
 from dflash.errors import IncompatibleModelsError
 
 from .base import TargetAdapter
+from .calls import Pass, embedding_factors
 
-Way = tuple[tuple[str, nn.Module], ...]
+ModulePath = tuple[tuple[str, nn.Module], ...]
 
 
 class GenericAdapter(TargetAdapter):
@@ -23,6 +25,8 @@ class GenericAdapter(TargetAdapter):
 
     Raises :class:`~dflash.errors.IncompatibleModelsError` in the constructor if one is not found.
     """
+
+    guessed: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
@@ -70,6 +74,15 @@ class GenericAdapter(TargetAdapter):
     def vocab_size(self) -> int:
         return self._embedding.weight.shape[0]
 
+    @cached_property
+    def embedding_scale(self) -> float:
+        """Measured on two short passes; 1 where the backbone does more to embeddings than multiply them."""
+        half = self.vocab_size // 2
+        tokens = mx.arange(8)[None] % half
+        one, other = (Pass(self.model, ids) for ids in (tokens, tokens + half))
+        found = embedding_factors(self.embed, self._layers, one, other)
+        return float(f"{found[0]:.6g}") if found else 1.0
+
     def head(self, hidden_BLE: mx.array) -> mx.array:
         """The model's own call, with the backbone standing aside for ``hidden_BLE``."""
         backbone = self._backbone
@@ -93,8 +106,8 @@ class _StandIn:
         return getattr(self._backbone, name)
 
 
-def _paths(module: nn.Module, path: Way = ()) -> Iterator[Way]:
-    """The way to each module that is not in a list, as names and modules from the outermost on."""
+def _paths(module: nn.Module, path: ModulePath = ()) -> Iterator[ModulePath]:
+    """The path to each module that is not in a list, as names and modules from the outermost on."""
     path = path or (("", module),)
     yield path
     for name, value in module.items():

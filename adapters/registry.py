@@ -5,51 +5,30 @@ Knows names only, its own and those that other packages announce under the entry
 """
 
 from collections.abc import Callable
-from functools import cache
-from importlib.metadata import entry_points
 
 import mlx.nn as nn
 
 from dflash.errors import IncompatibleModelsError
+from dflash.registry import Registry
 
 from .base import TargetAdapter
 from .generic import GenericAdapter
 
-ENTRY_POINTS = "dflash.adapters"
-"""Entry-point group: a module to import, or an adapter class named after the ``model_type`` it serves."""
-
-_ADAPTERS: dict[str, type[TargetAdapter]] = {}
+ADAPTERS: Registry[type[TargetAdapter]] = Registry("adapter", "dflash.adapters")
+"""By ``model_type``. An entry point is a module to import, or an adapter class named after its ``model_type``."""
 
 
 def register_adapter(*model_types: str) -> Callable[[type[TargetAdapter]], type[TargetAdapter]]:
-    """Class decorator: this adapter serves the given mlx-lm ``model_type`` names."""
+    """Class decorator: this adapter serves the given mlx-lm ``model_type`` names.
 
-    def register(adapter: type[TargetAdapter]) -> type[TargetAdapter]:
-        _ADAPTERS.update(dict.fromkeys(model_types, adapter))
-        return adapter
-
-    return register
-
-
-@cache
-def _load_entry_points() -> None:
-    """Import what other packages announce, once."""
-    for entry in entry_points(group=ENTRY_POINTS):
-        try:
-            loaded = entry.load()
-        except Exception as error:
-            raise IncompatibleModelsError(
-                f"The adapter {entry.name!r} ({entry.value}) of another package cannot be loaded: "
-                f"{type(error).__name__}: {error}. Repair or uninstall that package."
-            ) from error
-        if isinstance(loaded, type) and issubclass(loaded, TargetAdapter):
-            _ADAPTERS.setdefault(entry.name, loaded)
+    Raises ``TypeError`` without names: ``@register_adapter`` must be called.
+    """
+    return ADAPTERS.register(*model_types)
 
 
 def registered_adapters() -> dict[str, type[TargetAdapter]]:
     """All known ``model_type`` names with their adapter classes, sorted by name."""
-    _load_entry_points()
-    return dict(sorted(_ADAPTERS.items()))
+    return ADAPTERS.all()
 
 
 def adapter_for_model_type(model_type: str) -> type[TargetAdapter]:
@@ -57,17 +36,20 @@ def adapter_for_model_type(model_type: str) -> type[TargetAdapter]:
 
     Raises :class:`~dflash.errors.IncompatibleModelsError` for an architecture without one.
     """
-    known = registered_adapters()
-    if model_type not in known:
+    found = ADAPTERS.find(model_type)
+    if found is None:
         raise IncompatibleModelsError(
-            f"No adapter for model_type {model_type!r}. Known: {', '.join(known)}. "
+            f"No adapter for model_type {model_type!r}. Known: {', '.join(ADAPTERS.all())}. "
             "Write one with dflash.adapters.register_adapter."
         )
-    return known[model_type]
+    return found
 
 
 def detect_model_architecture(model: nn.Module) -> str:
-    """The ``model_type`` of a loaded mlx-lm model."""
+    """The ``model_type`` of a loaded mlx-lm model.
+
+    Raises :class:`~dflash.errors.IncompatibleModelsError` if it has none.
+    """
     model_type = getattr(model, "model_type", None)
     if not isinstance(model_type, str):
         raise IncompatibleModelsError(f"{type(model).__name__} has no model_type; expected a model loaded by mlx_lm.")
@@ -77,24 +59,25 @@ def detect_model_architecture(model: nn.Module) -> str:
 def find_adapter(model: nn.Module) -> TargetAdapter:
     """The adapter of a loaded mlx-lm model: its family's, else the generic one if that finds the model's parts.
 
-    A generic adapter is believed only after the quick part of the conformance check.
+    Whether a generic adapter found the right parts is not tried here: :class:`~dflash.LoadedTargetModel` does.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` saying what the check found.
+    Raises :class:`~dflash.errors.IncompatibleModelsError` if parts are not found, and
+    :class:`~dflash.errors.DFlashError` if the package that announces this ``model_type`` cannot be loaded.
     """
     model_type = detect_model_architecture(model)
-    known = registered_adapters()
-    if model_type in known:
-        return known[model_type](model)
-    from .conformance import quick_failure  # a check of adapters needs targets, which need adapters
-
+    found = ADAPTERS.find(model_type)
+    if found is not None:
+        return found(model)
     try:
-        adapter = GenericAdapter(model)
-        failure = quick_failure(adapter)
+        return GenericAdapter(model)
     except IncompatibleModelsError as error:
-        failure = str(error)
-    if failure is not None:
-        raise IncompatibleModelsError(
-            f"model_type {model_type!r} has no adapter, and the generic one does not fit: {failure} "
-            "Write an adapter with dflash.adapters.register_adapter."
-        )
-    return adapter
+        raise generic_does_not_fit(model_type, str(error)) from error
+
+
+def generic_does_not_fit(model_type: str, reason: str) -> IncompatibleModelsError:
+    """The error for an architecture that needs an adapter of its own, with what else could be the cause."""
+    broken = "".join(f" {message}" for message in ADAPTERS.broken)
+    return IncompatibleModelsError(
+        f"model_type {model_type!r} has no adapter, and the generic one does not fit: {reason.rstrip('.')}. "
+        f"Write an adapter with dflash.adapters.register_adapter.{broken}"
+    )

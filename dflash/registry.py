@@ -35,9 +35,9 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def register(self, *names: str) -> Callable[[T], T]:
-        """Decorator: known under each of ``names`` from now on. Raises ``TypeError`` without a name."""
+        """Decorator: known under each of ``names`` from now on. Raises ``TypeError`` if it is used without names."""
         if not names or not all(isinstance(name, str) and name for name in names):
-            raise TypeError(f'Name the {self.what} when you register it: @register_...("my_name").')
+            raise TypeError(f'Registering takes the name of the {self.what}: @register_...("name"), with brackets.')
 
         def register(thing: T) -> T:
             self._known.update(dict.fromkeys(names, thing))
@@ -63,6 +63,11 @@ class Registry(Generic[T]):
                 continue
             if not isinstance(loaded, type(importlib)):
                 self._known.setdefault(entry.name, loaded)
+
+    @property
+    def broken(self) -> list[str]:
+        """One message for each package that could not be loaded."""
+        return list(self._broken.values())
 
     def all(self) -> dict[str, T]:
         """Everything known, sorted by name."""
@@ -99,7 +104,7 @@ def load_plugin(plugin: str | Path) -> Any:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # dataclasses and pickles look their module up
+        sys.modules[path.stem] = module  # dataclasses look their module up
         spec.loader.exec_module(module)
     except Exception as error:  # the plug-in's own code
         raise DFlashError(f"Cannot load the plug-in {plugin}: {type(error).__name__}: {one_line(error)}") from error

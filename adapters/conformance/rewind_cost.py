@@ -1,4 +1,4 @@
-"""What a rewind costs: its time as a part of the block's own, for each kind of cache.
+"""What a rewind costs: its time as a fraction of the block's own, for each kind of cache.
 
 Knows models of about 50M parameters, large enough that a block's time is arithmetic and not call overhead.
 Must not know how caches are rewound. Run it with ``dflash adapters bench``.
@@ -11,8 +11,12 @@ from typing import Any
 import mlx.core as mx
 from rich.table import Table
 
+from dflash.errors import DFlashError
+from dflash.progress import progress
+from dflash.target import LoadedTargetModel
+from dflash.target.compare import named_arrays
+
 from . import small_models as small
-from .compare import named_arrays
 
 BLOCK, PROMPT = 16, 512  # tokens; the prompt wraps the sliding windows
 WIDE = {
@@ -58,12 +62,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
         0.15,
     ),
 }
-"""Architecture, its size, and the largest part of a block's time that a rewind may take."""
+"""Architecture, its size, and the largest fraction of a block's time that a rewind may take."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a block and of rewinding half of it, and the part of the block's time that is allowed."""
+    """Seconds of a block and of rewinding half of it, and the fraction of the block's time that is allowed."""
 
     kind: str
     architecture: str
@@ -73,8 +77,8 @@ class Cost:
     allowed: float
 
     @property
-    def part(self) -> float:
-        """The rewind's time as a part of the block's."""
+    def fraction(self) -> float:
+        """The rewind's time as a fraction of the block's."""
         return self.rewind / self.block
 
 
@@ -82,11 +86,13 @@ def measure(blocks: int = 40) -> list[Cost]:
     """Time ``blocks`` blocks of 16 tokens and, each evaluated at once, the rewinds of their last 8.
 
     The least of each is taken: other work on the machine only ever adds time.
-    """
-    from dflash.target import LoadedTargetModel
 
+    Raises :class:`~dflash.errors.DFlashError` for fewer than one block.
+    """
+    if blocks < 1:
+        raise DFlashError(f"blocks must be at least 1, got {blocks}.")
     costs = []
-    for kind, (name, changes, allowed) in MODELS.items():
+    for kind, (name, changes, allowed) in progress(MODELS.items(), "kinds of cache timed"):
         target = LoadedTargetModel(small.build(name, limit=100_000_000, **WIDE | changes))
         parameters = sum(w.size for _, w in named_arrays(target.model))
         block, rewind = (min(times) for times in _times(target, blocks))
@@ -94,7 +100,7 @@ def measure(blocks: int = 40) -> list[Cost]:
     return costs
 
 
-def _times(target: Any, blocks: int) -> tuple[list[float], list[float]]:
+def _times(target: LoadedTargetModel, blocks: int) -> tuple[list[float], list[float]]:
     tokens = mx.random.randint(0, target.vocab_size, (1, PROMPT), key=mx.random.key(0))
     cache = target.make_cache()
     target.forward_hidden(tokens, cache, ())
@@ -105,7 +111,7 @@ def _times(target: Any, blocks: int) -> tuple[list[float], list[float]]:
         logits, _ = target.forward_with_hidden_states(tokens[:, :BLOCK], cache, ())
         mx.eval(mx.argmax(logits, axis=-1), [c.state for c in cache])
         verified = time.perf_counter()
-        target.rewind_kv_caches(cache, cache.offset - BLOCK // 2)
+        cache.rewind(cache.offset - BLOCK // 2)
         mx.eval([c.state for c in cache])
         rewind_times.append(time.perf_counter() - verified)
         block_times.append(verified - begin)
@@ -116,14 +122,14 @@ def table(costs: list[Cost]) -> Table:
     """For a terminal."""
     shown = Table("cache", "architecture", "parameters", "block", "rewind", "of the block", "allowed")
     for c in costs:
-        verdict = "green" if c.part <= c.allowed else "red"
+        verdict = "green" if c.fraction <= c.allowed else "red"
         shown.add_row(
             c.kind,
             c.architecture,
             f"{c.parameters / 1e6:.0f}M",
             f"{1e3 * c.block:.1f} ms",
             f"{1e3 * c.rewind:.2f} ms",
-            f"[{verdict}]{c.part:.1%}[/]",
+            f"[{verdict}]{c.fraction:.1%}[/]",
             f"{c.allowed:.0%}",
         )
     return shown

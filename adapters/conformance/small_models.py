@@ -15,7 +15,7 @@ import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_unflatten
 
-from .compare import named_arrays
+from dflash.target.compare import named_arrays
 
 HIDDEN, VOCAB, WINDOW = 64, 96, 12
 FULL, SLIDING = "full_attention", "sliding_attention"

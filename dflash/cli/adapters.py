@@ -1,21 +1,35 @@
 """``dflash adapters``: which architectures there are, does a target decode exactly here, what does rewind cost.
 
-Knows options, tables and exit codes. Must not know how anything is checked or measured. Mounted by ``cli.py``.
+Knows options, what to print and exit codes. Must not know how anything is checked or measured. Mounted by ``cli``.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import DFlashError
+from ..errors import DFlashError, did_you_mean
+from . import options
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from ..adapters.conformance import Check
+    from ..target import LoadedTargetModel
 
 app = typer.Typer(no_args_is_help=True, help="Architectures: list them, check one, measure what rewind costs.")
 
 
 @app.command("list")
 def list_adapters() -> None:
-    """Architectures with an adapter of their own; any other gets the generic one if it passes the check."""
+    """List the architectures that have an adapter of their own.
+
+    Any other gets the generic adapter, if that passes a short trial when the target loads.
+
+    Examples:
+
+    dflash adapters list
+    """
     from rich.table import Table
 
     from ..adapters import registered_adapters
@@ -23,31 +37,50 @@ def list_adapters() -> None:
     table = Table("model_type", "adapter", "from")
     for model_type, adapter in registered_adapters().items():
         table.add_row(model_type, adapter.__name__, adapter.__module__)
-    _print(table)
+    options.print_rich(table)
 
 
 @app.command("check")
 def check_adapter(
-    model: Annotated[str, typer.Argument(metavar="PATH|MODEL_TYPE", help="A target, or an architecture to try small.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH|HUB|MODEL_TYPE",
+            help="A target, or an architecture to try on a small random model.",
+            callback=options.not_empty,
+        ),
+    ],
     rounds: Annotated[int, typer.Option(help="Blocks to verify and rewind.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of tokens, block lengths and acceptances.")] = 0,
-    max_kv_size: Annotated[int | None, typer.Option(help="Keep at most so many tokens a layer.")] = None,
-    kv_bits: Annotated[int | None, typer.Option(help="Quantise keys and values to so many bits.")] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed for tokens, block lengths and acceptances.", callback=options.seed_in_range)
+    ] = 0,
+    max_kv_size: Annotated[int | None, typer.Option(help="Bound each layer's cache to this many tokens.")] = None,
+    kv_bits: Annotated[int | None, typer.Option(help="Quantise keys and values to this many bits.")] = None,
+    kv_group_size: Annotated[int, typer.Option(help="Keys and values that share one scale: 32, 64 or 128.")] = 64,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Try everything that decoding relies on, and show the first difference. Exit code 1 if there is one."""
-    from ..adapters.conformance import check
-    from ..adapters.conformance import small_models as small
-    from ..target import load_target
+    """Try everything that decoding and drafters rely on, and show the first difference of each check.
 
-    if Path(model).exists() or "/" in model:
-        target: Any = load_target(model)
-    elif model in small.architecture_names():
-        target = small.build(model)
-    else:
-        raise DFlashError(f"{model!r} is neither a folder, a hub name nor a model_type that mlx-lm knows.")
-    report = check(target, rounds, seed, max_kv_size=max_kv_size, kv_bits=kv_bits)
-    _print(report.table())
-    if not report.passed:
+    A line per check as it ends. Exits with 1 if one fails.
+
+    Examples:
+
+    dflash adapters check Qwen/Qwen3-0.6B
+    dflash adapters check path/to/target --rounds 40
+    dflash adapters check gemma3_text
+    """
+    from ..adapters.conformance import check
+
+    if rounds < 1:
+        raise DFlashError(f"--rounds must be at least 1, got {rounds}.")
+    target = _target(model, trust_remote_code)
+    options.show_progress()
+    cache_options = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    report = check(target, rounds, seed, on_check=_print_check, show=True, **cache_options)
+    failed = sum(not found.passed for found in report.checks)
+    print(report.title)
+    print(f"{failed} of {len(report.checks)} checks failed." if failed else f"All {len(report.checks)} checks passed.")
+    if failed:
         raise typer.Exit(1)
 
 
@@ -55,17 +88,36 @@ def check_adapter(
 def bench_rewind(
     blocks: Annotated[int, typer.Option(help="Blocks to time for each kind of cache.")] = 40,
 ) -> None:
-    """Time of rewinding a block as a part of the block's own time, on models of about 50M parameters."""
+    """Time the rewind of a block as a fraction of the block's own time, on models of about 50M parameters.
+
+    Examples:
+
+    dflash adapters bench --blocks 10
+    """
     from ..adapters.conformance.rewind_cost import measure, table
 
-    _print(table(measure(blocks)))
+    if blocks < 1:
+        raise DFlashError(f"--blocks must be at least 1, got {blocks}.")
+    options.show_progress()
+    options.print_rich(table(measure(blocks)))
 
 
-def _print(renderable: Any) -> None:
-    """Tables keep their full width in files and pipes."""
-    from rich.console import Console
+def _target(name: str, trust_remote_code: bool) -> "nn.Module | LoadedTargetModel":
+    """A target from a folder or the hub, or a small random model of an architecture."""
+    from ..adapters.conformance import small_models as small
+    from ..target import load_target
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(renderable)
+    if Path(name).exists() or "/" in name:
+        return load_target(name, trust_remote_code)
+    known = small.architecture_names()
+    if name not in known:
+        near = did_you_mean(name, known)
+        raise DFlashError(
+            f"{name!r} is neither a folder, nor a hub name (org/name), nor a model_type that mlx-lm knows"
+            + (f"; {near}" if near.startswith("did") else ".")
+        )
+    return small.build(name)
+
+
+def _print_check(found: "Check") -> None:
+    print(f"pass  {found.name}" if found.passed else f"FAIL  {found.name}: {found.difference}", flush=True)

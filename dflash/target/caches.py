@@ -7,11 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import GenerationError
 
 KEPT = 4  # first tokens that a bounded cache never drops; mlx-lm's own choice for max_kv_size
+
+GROUP_SIZES = (32, 64, 128)  # that MLX quantises by
 
 
 class KeptWindowCache(RotatingKVCache):
@@ -39,11 +41,11 @@ def make_caches(
 
     Args:
         model: A model loaded by mlx-lm.
-        max_kv_size: Keep at most so many tokens a layer, the first four among them; as in mlx-lm, only for
-            models that do not choose their caches themselves.
-        kv_bits: Quantise the keys and values of full attention to so many bits, from the first token on;
+        max_kv_size: Bound each layer's cache to this many tokens, the first four among them; as in mlx-lm, only
+            for models that do not choose their caches themselves.
+        kv_bits: Quantise the keys and values of full attention to this many bits, from the first token on;
             sliding windows and recurrent states stay as they are.
-        kv_group_size: Numbers that share one scale; must divide the size of a head.
+        kv_group_size: Numbers that share one scale: 32, 64 or 128, a divisor of the size of a head.
 
     Raises :class:`~dflash.errors.GenerationError` for options that do not fit together or the model.
     """
@@ -53,6 +55,8 @@ def make_caches(
         raise GenerationError("A cache is either bounded or quantised: give max_kv_size or kv_bits, not both.")
     if kv_bits not in (None, 2, 3, 4, 6, 8):
         raise GenerationError(f"kv_bits must be 2, 3, 4, 6 or 8, got {kv_bits}.")
+    if kv_bits is not None and kv_group_size not in GROUP_SIZES:
+        raise GenerationError(f"kv_group_size must be 32, 64 or 128, got {kv_group_size}.")
     caches = make_prompt_cache(model)
     if max_kv_size is not None:
         if hasattr(model, "make_cache") and not all(type(cache) is KVCache for cache in caches):
@@ -65,3 +69,14 @@ def make_caches(
             for c, q in zip(caches, quantised, strict=True)
         ]
     return caches
+
+
+def quantisation_error(caches: list[Any], error: ValueError) -> GenerationError | None:
+    """What ``error``, raised by a pass, says of quantised ``caches``; ``None`` if it is about something else."""
+    sizes = {cache.group_size for cache in caches if isinstance(cache, QuantizedKVCache)}
+    if not sizes or "[quantize]" not in str(error):
+        return None
+    return GenerationError(
+        f"kv_group_size {sizes.pop()} does not divide the size of this target's attention heads, so that its keys and "
+        "values cannot be quantised by it; use a smaller kv_group_size (32, 64, 128), or leave out kv_bits."
+    )

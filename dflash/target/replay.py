@@ -4,8 +4,8 @@ For caches that cannot forget, such as a recurrent state. Knows how to remember 
 cache's state, by reference. Must not know models, or when to rewind.
 
 Only what the state needs is computed again: MLX is lazy, so the layer's output never is, and the matrix
-products and short convolutions of the block are played back, because a product treats every token by itself
-and such a convolution sees none behind it.
+products and short convolutions of the block are played back: a product treats every token by itself, and such
+a convolution reads no later token.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from .caches import KeptWindowCache
 
 REMEMBERED: dict[type, tuple[str, ...]] = {
     ArraysCache: ("cache", "left_padding", "lengths"),
-    KVCache: ("offset",),  # what lies behind is overwritten when the layer runs again
+    KVCache: ("offset",),  # entries after it are overwritten when the layer runs again
     QuantizedKVCache: ("offset",),
     ChunkedKVCache: ("offset",),
     RotatingKVCache: ("keys", "values", "offset", "_idx"),  # an update of several tokens makes new arrays

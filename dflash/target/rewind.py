@@ -5,7 +5,7 @@ the layer that keeps it runs again on the accepted tokens, from the state before
 models, drafters or why tokens were rejected.
 
 "Exactly" means: every array that the cache hands to its layer afterwards equals that of a cache which
-never saw the rejected tokens.
+was never fed the rejected tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,7 @@ def _trim(cache: Any, rejected: int) -> None:
 
 
 def _drop_concatenated(cache: ConcatenateKVCache, rejected: int) -> None:
-    """``trim`` of this class moves only ``offset``; its next update would append behind stale entries."""
+    """``trim`` of this class moves only ``offset``; its next update would append after stale entries."""
     kept = cache.offset - rejected
     assert cache.keys is not None
     assert cache.values is not None
@@ -87,19 +87,19 @@ class TargetCache(list[Any]):
         check_rewindable(self)
         self._replayed = {id(cache): cache for cache in self if _needs_replay(cache)}
         self._recorder: Recorder | None = None
-        self._seen = 0
+        self._fed = 0
 
     @property
     def offset(self) -> int:
         """Tokens held."""
-        return next((offset for c in self if (offset := _offset(c)) is not None), self._seen)
+        return next((offset for c in self if (offset := _offset(c)) is not None), self._fed)
 
     def expect(self, length: int, rewindable: bool = True) -> Recorder | None:
         """Announce a pass of ``length`` tokens; the recorder that the pass must show its layers' calls, if any.
 
         A pass that will not be rewound (a prompt) records nothing, so that it keeps no memory.
         """
-        self._seen = self.offset + length
+        self._fed = self.offset + length
         record = rewindable and length > 1 and self._replayed
         self._recorder = Recorder(length, self._replayed) if record else None
         return self._recorder
@@ -123,7 +123,7 @@ class TargetCache(list[Any]):
                 f"Cannot forget {rejected} tokens: layer {missing or 0} keeps a {type(self[missing or 0]).__name__}, "
                 "which can only be rewound within the last pass of forward_with_hidden_states."
             )
-        self._seen = length
+        self._fed = length
         for cache in self:
             if id(cache) in calls:
                 calls[id(cache)].replay(kept)

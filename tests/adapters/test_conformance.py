@@ -62,7 +62,7 @@ def test_a_head_without_its_cap_is_found():
         def head(self, hidden_BLE):
             return self.embedding.as_linear(hidden_BLE)
 
-    assert "backbone, then head, is the model: logits differs" in failure_of(small.build("gemma2"), Uncapped)
+    assert "head(backbone(x)) equals model(x): logits differs" in failure_of(small.build("gemma2"), Uncapped)
 
 
 def test_a_rewind_that_only_moves_counters_is_found(monkeypatch):
@@ -71,12 +71,12 @@ def test_a_rewind_that_only_moves_counters_is_found(monkeypatch):
         cache._idx -= rejected
 
     monkeypatch.setitem(rewind._RULES, rewind.RotatingKVCache, counters_only)
-    assert "rewound is never seen" in check(small.build("llama"), rounds=40).failure
+    assert "rejected tokens leave no trace" in check(small.build("llama"), rounds=40).failure
 
 
 def test_a_state_that_is_not_put_back_is_found(monkeypatch):
     monkeypatch.setattr("dflash.target.replay._restore", lambda cache, before: None)
-    assert "rewound is never seen" in check(small.build("mamba2"), ROUNDS).failure
+    assert "rejected tokens leave no trace" in check(small.build("mamba2"), ROUNDS).failure
 
 
 def test_an_adapter_that_leaves_its_mark_on_the_model_is_found():
@@ -85,7 +85,7 @@ def test_an_adapter_that_leaves_its_mark_on_the_model_is_found():
             self.model.model.norm.weight = self.model.model.norm.weight + 0
             return super().head(hidden_BLE)
 
-    assert "same module objects afterwards: model.norm.weight" in failure_of(small.build("llama"), Careless)
+    assert "the model's own objects are unchanged: model.norm.weight" in failure_of(small.build("llama"), Careless)
 
 
 def test_the_report_is_a_table_with_the_first_difference():

@@ -1,6 +1,7 @@
 """Families find their adapter, other packages add theirs, and what cannot work is refused in one line."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,15 +11,18 @@ from pathlib import Path
 import pytest
 
 from dflash.adapters import (
+    TargetAdapter,
     adapter_for_model_type,
     detect_model_architecture,
     find_adapter,
+    register_adapter,
     registered_adapters,
     registry,
 )
 from dflash.adapters.conformance import small_models as small
 from dflash.adapters.generic import GenericAdapter
-from dflash.errors import IncompatibleModelsError
+from dflash.errors import DFlashError, IncompatibleModelsError
+from dflash.registry import Registry
 from dflash.target import LoadedTargetModel, load_target_model
 
 EXTERNAL = Path(__file__).parent / "external_adapter"
@@ -56,13 +60,6 @@ print(report.adapter, report.failure or "passed")
 """
 
 
-@pytest.fixture
-def fresh_entry_points():
-    registry._load_entry_points.cache_clear()
-    yield
-    registry._load_entry_points.cache_clear()
-
-
 def install(package: Path, site: Path) -> None:
     """What an installer leaves of a package of one module, without needing a network for its build tools."""
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
@@ -91,11 +88,35 @@ def test_an_installed_package_adds_a_family(tmp_path):
     assert ran.stdout.strip() == "ExternalAdapter passed", ran.stderr
 
 
-def test_a_broken_package_is_named(monkeypatch, fresh_entry_points):
-    broken = EntryPoint("odd_family", "no_such_module:Adapter", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
-    with pytest.raises(IncompatibleModelsError, match=r"'odd_family' \(no_such_module:Adapter\).*No module named"):
-        registered_adapters()
+@pytest.fixture
+def broken_package(monkeypatch):
+    """A registry that still has to load its entry points, one of which cannot be imported."""
+    adapters: Registry = Registry("adapter", "dflash.adapters")
+    adapters._known.update(registered_adapters())
+    broken = EntryPoint("odd_family", "no_such_module:Adapter", adapters.group)
+    monkeypatch.setattr("dflash.registry.entry_points", lambda group: [broken])
+    monkeypatch.setattr(registry, "ADAPTERS", adapters)
+
+
+def test_a_broken_package_is_a_warning_that_spoils_only_its_own_model_type(broken_package, caplog):
+    assert "llama" in registered_adapters()
+    assert re.search(r"'odd_family' \(no_such_module:Adapter\).*No module named", caplog.text)
+    assert find_adapter(small.build("llama"))
+    with pytest.raises(DFlashError, match=r"'odd_family'.*cannot be loaded.*Repair or uninstall"):
+        adapter_for_model_type("odd_family")
+
+
+def test_an_architecture_without_adapter_names_the_packages_that_could_not_be_loaded(broken_package):
+    with pytest.raises(IncompatibleModelsError, match=r"has no token embedding.*'odd_family'.*cannot be loaded"):
+        find_adapter(small.build("longcat_flash_ngram"))
+
+
+def test_register_adapter_without_brackets_is_an_error():
+    with pytest.raises(TypeError, match="with brackets"):
+
+        @register_adapter
+        class Mine(TargetAdapter):
+            pass
 
 
 def test_the_families_of_the_package_have_adapters_of_their_own():
@@ -119,18 +140,42 @@ def test_other_architectures_get_the_generic_adapter_if_it_fits():
     ("name", "reason"),
     [
         ("deepseek_v41", "Layer 0 keeps a LayerCache, for which no exact rewind is known"),
-        ("iquestloopcoder", "does not call its layer 0"),
+        ("iquestloopcoder", "layer 0 of the adapter is not called by the model"),
         ("longcat_flash_ngram", "has no token embedding"),
     ],
 )
 def test_an_architecture_that_does_not_fit_is_refused_in_one_line(name, reason):
     with pytest.raises(IncompatibleModelsError, match=reason) as error:
-        find_adapter(small.build(name))
+        LoadedTargetModel(small.build(name))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma3n", "gemma4"])
-def test_the_embedding_scale_is_what_the_backbone_multiplies_by(name):
-    """Told to drafters as ``input_embedding_scale``."""
+def test_the_embedding_scale_of_a_family_is_what_the_backbone_multiplies_by(name):
     adapter = find_adapter(small.build(name))
     assert adapter.embedding_scale == pytest.approx(small.HIDDEN**0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "scale"),
+    [
+        ("recurrent_gemma", {}, 8.0),
+        ("granite", {"embedding_multiplier": 3.0}, 3.0),
+        ("gpt2", {}, 1.0),
+        ("rwkv7", {}, 1.0),
+    ],
+)
+def test_the_generic_adapter_measures_the_embedding_scale(name, changes, scale):
+    """``gpt2`` adds position embeddings; in ``rwkv7`` a norm lies before the layers, so that there is no factor."""
+    adapter = find_adapter(small.build(name, **changes))
+    assert isinstance(adapter, GenericAdapter)
+    assert adapter.embedding_scale == pytest.approx(scale, rel=1e-4)
+
+
+def test_a_trial_of_the_generic_adapter_is_logged(caplog):
+    with caplog.at_level("INFO", logger="dflash.target"):
+        LoadedTargetModel(small.build("olmo2"))
+        LoadedTargetModel(small.build("qwen3"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "olmo2 has no adapter of its own: 17 short passes try the generic one."
+    ]

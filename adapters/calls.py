@@ -1,0 +1,146 @@
+"""Which modules a model calls in one pass, with what, and what they return: a look that no adapter takes part in.
+
+Knows how MLX modules are called and how mlx-lm models take a cache. Must not know adapters or any architecture.
+
+Shapes: B batch, L length, E hidden size.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+ROUNDING = 2e-2  # of the largest number; models compute in half precision too
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module; ``parent`` is the call that made it."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parent: "Call | None"
+    output: Any = None
+
+    @property
+    def values(self) -> list[Any]:
+        """All arguments, positional ones first."""
+        return [*self.args, *self.kwargs.values()]
+
+    @property
+    def tokens(self) -> mx.array | None:
+        """The token ids among the arguments, if there are any."""
+        arrays = (x for x in self.values if isinstance(x, mx.array))
+        return next((x for x in arrays if mx.issubdtype(x.dtype, mx.integer)), None)
+
+    @property
+    def hidden(self) -> mx.array | None:
+        """The hidden states among the arguments: the first array of floating-point numbers."""
+        arrays = (x for x in self.values if isinstance(x, mx.array))
+        return next((x for x in arrays if mx.issubdtype(x.dtype, mx.floating)), None)
+
+
+@dataclass
+class Pass:
+    """One pass of a model over ``tokens [B, L]``: its logits ``[B, L, V]``, its caches and every call, in order."""
+
+    model: nn.Module
+    tokens: mx.array
+    calls: list[Call] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
+    logits: mx.array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.caches = make_prompt_cache(self.model)
+        with _recorded(self.model, self.calls):
+            self.logits = self.model(self.tokens, cache=self.caches)
+
+    def calls_of(self, module: nn.Module) -> list[Call]:
+        """The calls of ``module``, in order."""
+        return [call for call in self.calls if call.module is module]
+
+    def first_call(self, modules: Iterable[nn.Module]) -> Call | None:
+        """The earliest call of any of ``modules``, ``None`` if none is called."""
+        wanted = {id(module) for module in modules}
+        return next((call for call in self.calls if id(call.module) in wanted), None)
+
+
+def _snapshot(value: Any) -> Any:
+    """Arrays as they are now: models change some in place (``h *= scale``). What is no array stays the same object."""
+    if isinstance(value, tuple):
+        return tuple(_snapshot(item) for item in value)
+    return mx.stop_gradient(value) if isinstance(value, mx.array) else value
+
+
+@contextmanager
+def _recorded(model: nn.Module, calls: list[Call]) -> Iterator[None]:
+    """Record into ``calls`` at the modules' classes, which is where Python looks ``__call__`` up."""
+    stack: list[Call] = []
+
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if stack and stack[-1].module is self:  # super().__call__ of the same call
+                return original(self, *args, **kwargs)
+            noted_kwargs = {name: _snapshot(value) for name, value in kwargs.items()}
+            stack.append(Call(self, _snapshot(args), noted_kwargs, stack[-1] if stack else None))
+            calls.append(stack[-1])
+            try:
+                output = original(self, *args, **kwargs)
+                stack[-1].output = _snapshot(output)
+                return output
+            finally:
+                stack.pop()
+
+        return call
+
+    classes = {type(module) for module in model.modules() if callable(module)}
+    originals = [(cls, cast(Any, cls).__call__, "__call__" in vars(cls)) for cls in classes]
+    for cls, original, _ in originals:
+        cast(Any, cls).__call__ = recording(original)
+    try:
+        yield
+    finally:
+        for cls, original, own in originals:
+            if own:
+                cast(Any, cls).__call__ = original
+            else:
+                del cast(Any, cls).__call__
+
+
+def streams(value: Any, shape_BLE: tuple[int, ...]) -> list[mx.array]:
+    """Every array ``[B, L, E]`` in what a layer took or returned: of several values, and of stacked streams."""
+    if isinstance(value, list | tuple):
+        return [stream for item in value for stream in streams(item, shape_BLE)]
+    if not isinstance(value, mx.array) or value.shape[-3:] != shape_BLE:
+        return []
+    return list(value.reshape(-1, *shape_BLE))
+
+
+def factor(ours: mx.array, theirs: mx.array) -> float | None:
+    """The number by which ``ours`` was multiplied to give ``theirs``, ``None`` if there is no such number."""
+    a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
+    scale = mx.sum(a * b) / mx.maximum(mx.sum(a * a), 1e-30)
+    rest = mx.max(mx.abs(b - scale * a)) / mx.maximum(mx.max(mx.abs(b)), 1e-30)
+    return cast(float, scale.item()) if cast(float, rest.item()) <= ROUNDING else None
+
+
+def embedding_factors(
+    embed: Callable[[mx.array], mx.array], layers: Sequence[nn.Module], one: Pass, other: Pass
+) -> list[float]:
+    """By what ``embed(tokens)`` is multiplied in the first layer's input, for each stream that is a multiple of it.
+
+    The difference between two passes over different tokens is looked at, so that what is added by position alone
+    drops out. Empty if a norm or a projection lies between the table and the first of ``layers``.
+    """
+    first = [p.first_call(layers) for p in (one, other)]
+    if first[0] is None or first[1] is None:
+        return []
+    table = embed(one.tokens) - embed(other.tokens)
+    inputs = [streams(call.hidden, table.shape) for call in first if call is not None]
+    found = (factor(table, a - b) for a, b in zip(*inputs, strict=True))
+    return [number for number in found if number is not None]

@@ -1,0 +1,140 @@
+"""The checks that decode, and all checks in order.
+
+Knows the decode loop and how to compare its text with plain greedy decoding. Must not know any one architecture.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.sample_utils import make_sampler
+
+from dflash.decode import decode, prefill
+from dflash.drafters.protocol import Drafter, Proposal
+from dflash.target import LoadedTargetModel
+from dflash.target.compare import Mismatch, assert_close, assert_same_caches, named_arrays
+from dflash.target.trial import BLOCK, LENGTH, TRIAL, Trial
+
+DECODED = 64  # tokens decoded with a scripted drafter
+NEAR_TIE = 1e-3  # a best token that leads by less may lose its lead to rounding
+
+
+def _chunks(trial: Trial) -> None:
+    """A prompt fed in chunks leaves the caches and the last hidden state of a prompt fed at once."""
+    target, tokens = trial.target, trial.tokens(LENGTH, trial.seed)
+    whole, pieces = (target.make_cache(**trial.cache_options) for _ in range(2))
+    expected, _ = target.forward_hidden(tokens, whole, ())
+    for start in range(0, tokens.shape[1], 7):
+        last, _ = target.forward_hidden(tokens[:, start : start + 7], pieces, ())
+    assert_close("last hidden state", last[:, -1], expected[:, -1])
+    assert_same_caches(pieces, whole)
+
+
+# --- decoding --------------------------------------------------------------------------------------------
+
+
+class ScriptedDrafter:
+    """Drafts the plain greedy text, each token rightly with probability ``right``."""
+
+    block_size = BLOCK
+    target_layer_ids: tuple[int, ...] = ()
+
+    def __init__(self, text: list[int], vocab: int, right: float):
+        self.text, self.vocab, self.right, self.chance = text, vocab, right, random.Random(0)
+
+    def bind(self, target: LoadedTargetModel) -> None:
+        """Nothing of the target is needed."""
+
+    def make_cache(self) -> "TokenCount":
+        return TokenCount()
+
+    def extend_context(self, features: mx.array, cache: "TokenCount", tokens: mx.array) -> None:
+        cache.offset += tokens.shape[1]
+
+    def propose(self, anchor: mx.array, length: int, cache: "TokenCount") -> Proposal:
+        planned = self.text[cache.offset + 1 :][:length]
+        planned += [0] * (length - len(planned))
+        wrong = [self.chance.random() >= self.right for _ in planned]
+        return Proposal(mx.array([[(t + w) % self.vocab for t, w in zip(planned, wrong, strict=True)]]))
+
+
+@dataclass
+class TokenCount:
+    """A drafter's cache that holds only how many tokens it was told."""
+
+    offset: int = 0
+
+
+def _decoding(trial: Trial) -> None:
+    """Speculative decoding writes plain greedy decoding's text, whether drafts are never, mostly or always right."""
+    target = trial.target
+    prompt = cast(list[int], trial.tokens(LENGTH, trial.seed)[0].tolist())
+    text, leads = _plain_greedy(target, prompt, trial.cache_options)
+    greedy = make_sampler(temp=0.0)
+    for right in (0.0, 0.8, 1.0):
+        drafter: Drafter = ScriptedDrafter(prompt + text, target.vocab_size, right)
+        state = prefill(target, drafter, prompt, greedy, cache_options=trial.cache_options)
+        for _ in decode(target, drafter, state, DECODED, BLOCK, greedy):
+            pass
+        for i, (ours, plain, lead) in enumerate(zip(state.tokens[len(prompt) :], text, leads, strict=True)):
+            if ours != plain and lead < NEAR_TIE:
+                break  # two tokens were equally good: plain decoding itself depends on rounding here
+            if ours != plain:
+                raise Mismatch(f"token {i} is {ours}, plain decoding writes {plain} (drafter right {right:.0%})")
+
+
+def _plain_greedy(
+    target: LoadedTargetModel, prompt: list[int], cache_options: dict[str, Any]
+) -> tuple[list[int], list[float]]:
+    """Tokens one by one from the model's own call, and by how much each leads over the second best."""
+    cache = target.make_cache(**cache_options)
+    tokens: list[int] = []
+    leads: list[float] = []
+    inputs = mx.array([prompt])
+    for _ in range(DECODED):
+        logits = target.model(inputs, cache=cache)[0, -1].astype(mx.float32)
+        second, best = cast(list[float], mx.sort(logits)[-2:].tolist())
+        tokens.append(int(mx.argmax(logits)))
+        leads.append(best - second)
+        inputs = mx.array([tokens[-1:]])
+    return tokens, leads
+
+
+# --- the model itself ------------------------------------------------------------------------------------
+
+
+@dataclass
+class FullTrial(Trial):
+    """A trial that also knows which objects the model was made of when it began."""
+
+    @cached_property
+    def objects(self) -> list[tuple[str, int]]:
+        """Every module and array of the model by name, in order, with its identity, when first asked for."""
+        return model_objects(self.target.model)
+
+
+def model_objects(model: nn.Module) -> list[tuple[str, int]]:
+    """Every module and array of ``model`` by name, in order, with its identity."""
+    modules = [(name, id(module)) for name, module in model.named_modules()]
+    return modules + [(name, id(array)) for name, array in named_arrays(model)]
+
+
+def _same_objects(trial: Trial) -> None:
+    """The model consists of the same module and array objects as before the checks."""
+    assert isinstance(trial, FullTrial)
+    before, after = trial.objects, model_objects(trial.target.model)
+    changed = next((name for (name, _), new in zip(before, after, strict=False) if (name, _) != new), None)
+    if changed is not None or len(before) != len(after):
+        raise Mismatch(f"{changed or 'the number of modules'} changed")
+
+
+CHECKS: dict[str, Callable[[Trial], None]] = TRIAL | {
+    "prefill in chunks equals prefill at once": _chunks,
+    "decoding equals plain greedy decoding": _decoding,
+    "the model's own objects are unchanged": _same_objects,
+}
+"""All checks, in order: first those that take a few passes, then those that decode."""

@@ -1,0 +1,66 @@
+"""What a conformance check found, as records and as a table.
+
+Knows rich. Must not know what is checked.
+"""
+
+from dataclasses import dataclass, field
+
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the report; ``difference`` is the first one found, empty where the check passed."""
+
+    name: str
+    difference: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differed."""
+        return not self.difference
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`~dflash.adapters.conformance.check` found.
+
+    Args:
+        model_type: The model's architecture.
+        adapter: Name of its adapter class; empty if none fits.
+        caches: Cache class of each layer with its rewind rule, ``None`` where there is none.
+        checks: One entry a check, in the order in which they ran.
+    """
+
+    model_type: str
+    adapter: str
+    caches: list[tuple[str, str | None]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the target decodes exactly, as far as the checks can tell."""
+        return bool(self.checks) and all(c.passed for c in self.checks)
+
+    @property
+    def failure(self) -> str:
+        """The first failed check and its difference on one line; empty if all passed."""
+        return next((f"{c.name}: {c.difference}" for c in self.checks if not c.passed), "")
+
+    @property
+    def cache_kinds(self) -> str:
+        """Distinct cache classes, in the order of their layers."""
+        return ", ".join(dict.fromkeys(name for name, _ in self.caches))
+
+    @property
+    def title(self) -> str:
+        """Architecture, adapter and caches on one line."""
+        return f"{self.model_type}: {self.adapter or 'no adapter'}; caches: {self.cache_kinds or 'unknown'}"
+
+    def table(self) -> Table:
+        """For a terminal or a notebook: check, verdict, first difference."""
+        table = Table("check", "verdict", "first difference", title=self.title, title_justify="left")
+        for c in self.checks:
+            table.add_row(c.name, "[green]pass[/]" if c.passed else "[red]fail[/]", escape(c.difference))
+        return table

@@ -1,0 +1,83 @@
+"""From a folder or a hub name to a :class:`~dflash.LoadedTargetModel`.
+
+Knows mlx-lm's loader and what can be wrong with a checkpoint. Must not know drafters or the decode loop.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.utils import load_model
+
+from ..adapters import registered_adapters
+from ..backend import to_compute_dtype
+from ..errors import CheckpointError, one_line
+from ..files import flat, read_json, resolve_checkpoint
+from .model import LoadedTargetModel
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "merges.txt")
+"""Patterns of the files that tokenizers are read from."""
+
+
+def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -> LoadedTargetModel:
+    """Load an mlx-lm model directory, or a hub name (``org/name``; the only case that uses the network).
+
+    Args:
+        path_or_hub_name: The checkpoint. Without files of a tokenizer it is loaded for token ids only.
+        trust_remote_code: Run the Python code that a checkpoint brings with it (``model_file`` in its config).
+
+    Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files and NaN weights, and
+    :class:`~dflash.errors.IncompatibleModelsError` for an architecture without an adapter.
+    """
+    registered_adapters()  # a package may bring the architecture itself along with its adapter
+    path = resolve_checkpoint(path_or_hub_name)
+    read_json(path / "config.json")  # its errors name the file
+    try:
+        model, tokenizer = _load(path, trust_remote_code)
+    except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
+        raise CheckpointError(f"Cannot load the target at {path}: {_reason(error)}") from error
+    to_compute_dtype(model)
+    mx.eval(model.parameters())  # what is left lazy could only be computed in this thread
+    _check_weights(model, path)
+    return LoadedTargetModel(model, tokenizer)
+
+
+def load_target_model(path_or_model: str | Path | nn.Module, tokenizer: Any = None) -> LoadedTargetModel:
+    """A :class:`~dflash.LoadedTargetModel` from a folder, a hub name, or a model that mlx-lm has loaded."""
+    if isinstance(path_or_model, nn.Module):
+        return LoadedTargetModel(path_or_model, tokenizer)
+    return load_target(path_or_model)
+
+
+def _load(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Any]:
+    if not any(True for pattern in TOKENIZER_FILES for _ in path.glob(pattern)):
+        logger.warning("%s has no tokenizer files, such as tokenizer.json: only token ids can be decoded.", path)
+        return load_model(path, trust_remote_code=trust_remote_code)[0], None
+    options = {"trust_remote_code": trust_remote_code}
+    model, tokenizer, *_ = mlx_lm.load(str(path), tokenizer_config=options, trust_remote_code=trust_remote_code)
+    return model, tokenizer
+
+
+def _reason(error: Exception) -> str:
+    reason = one_line(error)
+    if "trust_remote_code" not in reason:
+        return reason
+    return (
+        "it brings Python code of its own, which runs only if you trust it: "
+        "--trust-remote-code on the command line, trust_remote_code=True in Python."
+    )
+
+
+def _check_weights(model: nn.Module, path: Path) -> None:
+    """Refuse NaN: the target would write its first token for ever, and every draft would be right."""
+    weights = ((name, w) for name, w in flat(model.parameters()).items() if mx.issubdtype(w.dtype, mx.floating))
+    largest = {name: mx.max(w) for name, w in weights if w.size}  # NaN if any number is
+    mx.eval(largest)
+    broken = next((name for name, number in largest.items() if number.item() != number.item()), None)
+    if broken is not None:
+        raise CheckpointError(f"The target at {path} holds NaN in {broken}; download or convert it again.")

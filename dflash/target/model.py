@@ -1,0 +1,144 @@
+"""A target ready for decoding: an mlx-lm model, its tokenizer and its adapter, behind the few calls decoding needs.
+
+Knows caches, features and prompts. Must not know files, drafters or the decode loop.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..adapters import TargetAdapter, detect_model_architecture, find_adapter
+from ..adapters.registry import generic_does_not_fit
+from ..errors import GenerationError
+from .caches import make_caches, quantisation_error
+from .rewind import TargetCache
+from .trial import first_difference, passes
+
+logger = logging.getLogger(__name__)
+
+
+class LoadedTargetModel:
+    """A target ready for speculative decoding.
+
+    Args:
+        model: A model loaded by mlx-lm.
+        tokenizer: mlx-lm's wrapper or a Hugging Face tokenizer; ``None`` where only token ids are used.
+        adapter: Found by the model's ``model_type`` when ``None``. A generic adapter is tried on a few short
+            passes first.
+
+    Raises :class:`~dflash.errors.IncompatibleModelsError` for an architecture that has no adapter and that the
+    generic one does not fit.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None, adapter: TargetAdapter | None = None):
+        self.model = model
+        self.adapter = adapter or find_adapter(model)
+        wrapped = tokenizer is None or isinstance(tokenizer, TokenizerWrapper)
+        self.tokenizer = tokenizer if wrapped else TokenizerWrapper(tokenizer)
+        if adapter is None and self.adapter.guessed:
+            self._try_guessed_adapter()
+
+    def _try_guessed_adapter(self) -> None:
+        model_type = detect_model_architecture(self.model)
+        logger.info("%s has no adapter of its own: %d short passes try the generic one.", model_type, passes())
+        if difference := first_difference(self):
+            raise generic_does_not_fit(model_type, difference)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.adapter.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table."""
+        return self.adapter.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.adapter.layers)
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence, in tokens, that the model was made for, if it says so."""
+        return self.adapter.max_length
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the backbone multiplies :meth:`embed` by before its first layer."""
+        return self.adapter.embedding_scale
+
+    def embed(self, tokens_BL: mx.array) -> mx.array:
+        """Rows of the embedding table, ``[B, L, E]``, not yet multiplied by :attr:`embedding_scale`."""
+        return self.adapter.embed(tokens_BL)
+
+    def head(self, hidden_BLE: mx.array) -> mx.array:
+        """Logits ``[B, L, V]`` from normalised final hidden states."""
+        return self.adapter.head(hidden_BLE)
+
+    def forward_hidden(
+        self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int]
+    ) -> tuple[mx.array, mx.array]:
+        """Final hidden states ``[B, L, E]`` (normalised, before the head) and features ``[B, L, F]``.
+
+        For prompts: what a rewind of recurrent layers would need is not kept.
+        """
+        return self._forward(tokens, cache, layer_ids, rewindable=False)
+
+    def forward_with_hidden_states(
+        self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int]
+    ) -> tuple[mx.array, mx.array]:
+        """Logits ``[B, L, V]`` and features ``[B, L, len(layer_ids) * hidden_size]`` of ``tokens [B, L]``.
+
+        Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place, and can
+        be rewound within these tokens until the next pass.
+        """
+        hidden, features = self._forward(tokens, cache, layer_ids, rewindable=True)
+        return self.head(hidden), features
+
+    def _forward(
+        self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int], rewindable: bool
+    ) -> tuple[mx.array, mx.array]:
+        recorder = cache.expect(tokens.shape[1], rewindable) if isinstance(cache, TargetCache) else None
+        try:
+            return self.adapter.forward(tokens, cache, layer_ids, recorder)
+        except ValueError as error:
+            raise quantisation_error(cache or [], error) or error from error
+
+    def make_cache(self, **options: Any) -> TargetCache:
+        """New, empty caches, one a layer; ``options`` as in :func:`~dflash.target.caches.make_caches`.
+
+        Raises :class:`~dflash.errors.IncompatibleModelsError` if one of them cannot be rewound exactly, and
+        :class:`~dflash.errors.GenerationError` for options that do not fit together or the model.
+        """
+        return TargetCache(make_caches(self.model, **options))
+
+    def rewind_kv_caches(self, cache: list[Any], length: int) -> None:
+        """Bring ``cache`` back to its first ``length`` tokens; only tokens of the last update may go.
+
+        Raises :class:`~dflash.errors.GenerationError` if the cache holds fewer tokens than ``length``.
+        """
+        (cache if isinstance(cache, TargetCache) else TargetCache(cache)).rewind(length)
+
+    def build_prompt(self, text: str, chat: bool = True, **switches: Any) -> list[int]:
+        """Token ids of ``text`` as a user's message (or as it stands: ``chat=False`` or no template).
+
+        ``switches`` go to the chat template, such as ``enable_thinking=False`` for Qwen3.
+        """
+        if self.tokenizer is None:
+            raise GenerationError(
+                "This target has no tokenizer, so only token ids can be decoded (spec_generate). "
+                "Put the tokenizer's files (tokenizer.json or tokenizer.model) beside its weights."
+            )
+        if not chat or not self.tokenizer.has_chat_template:
+            return self.tokenizer.encode(text)
+        return self.adapter.chat_tokens(self.tokenizer, [{"role": "user", "content": text}], **switches)
+
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer; empty without a tokenizer."""
+        return self.adapter.stop_tokens(self.tokenizer) if self.tokenizer is not None else frozenset()

@@ -1,0 +1,304 @@
+"""Does an adapter name the right parts of its model, and do rewinds leave no trace? A few short passes tell.
+
+Knows how to compare what an adapter says with what the model itself does in one pass. Must not know the decode
+loop, drafters or any one architecture. :mod:`dflash.adapters.conformance` adds the checks that decode.
+
+Shapes: B batch, L length, E hidden size, V vocabulary.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..adapters.calls import Call, Pass, embedding_factors, factor, streams
+from ..progress import progress
+from .compare import Mismatch, assert_close, assert_same_caches, windows
+
+if TYPE_CHECKING:
+    from .model import LoadedTargetModel
+
+LENGTH = 24  # tokens of the checks that look at one pass
+BLOCK = 16  # most tokens in a verified block
+SHORTEST_LIMIT = 64  # tokens; a model made for fewer could not hold a prompt and a block
+LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length")
+
+
+@dataclass
+class Trial:
+    """A target, what to try on it, and what its first passes showed.
+
+    Args:
+        target: The target; its weights are only read.
+        rounds: Blocks of random length and acceptance that are verified and rewound.
+        seed: Seed for tokens, block lengths and acceptances.
+        cache_options: As in :meth:`~dflash.LoadedTargetModel.make_cache`.
+        wrap: Whether a long prompt first fills windows that the rounds alone would not.
+        show: Whether the rounds show their progress.
+    """
+
+    target: "LoadedTargetModel"
+    rounds: int = 6
+    seed: int = 0
+    cache_options: dict[str, Any] = field(default_factory=dict)
+    wrap: bool = False
+    show: bool = False
+
+    def tokens(self, length: int, seed: int) -> mx.array:
+        """Random token ids ``[1, length]``."""
+        return mx.random.randint(0, self.target.vocab_size, (1, length), key=mx.random.key(seed))
+
+    @cached_property
+    def one(self) -> Pass:
+        """The model's own pass over random tokens."""
+        return Pass(self.target.model, self.tokens(LENGTH, self.seed))
+
+    @cached_property
+    def other(self) -> Pass:
+        """The model's own pass over as many other tokens."""
+        return Pass(self.target.model, self.tokens(LENGTH, self.seed + 1))
+
+    @cached_property
+    def adapted(self) -> tuple[mx.array, list[mx.array]]:
+        """The adapter's pass over the same tokens: final hidden states ``[B, L, E]``, and each layer's features."""
+        target = self.target
+        hidden, features = target.forward_hidden(self.one.tokens, target.make_cache(), range(target.num_layers))
+        return hidden, list(mx.split(features, target.num_layers, axis=-1))
+
+
+# --- what the adapter says of the model -----------------------------------------------------------------
+
+
+def _caches(trial: Trial) -> None:
+    trial.target.make_cache(**trial.cache_options)
+
+
+def _parts(trial: Trial) -> None:
+    """Every property can be read, and its numbers are those of the table, the head and the config."""
+    adapter = trial.target.adapter
+    values = {}
+    for name in ("backbone", "layers", "layers_owner", "embedding", "hidden_size", "vocab_size", "max_length"):
+        try:
+            values[name] = getattr(adapter, name)
+        except Exception as error:  # the adapter's own code
+            raise Mismatch(f"the adapter has no {name}: {type(error).__name__}: {error}") from error
+    if not values["layers"]:
+        raise Mismatch("layers is empty; expected the decoder layers in order")
+    rows = getattr(values["embedding"], "weight", mx.zeros((values["vocab_size"], 0))).shape[0]
+    if values["vocab_size"] != rows:
+        raise Mismatch(f"vocab_size is {values['vocab_size']}, the embedding table has {rows} rows")
+    width = trial.one.logits.shape[-1]
+    if values["vocab_size"] > width:
+        raise Mismatch(f"vocab_size is {values['vocab_size']}, the model's logits are {width} wide")
+    _check_max_length(values["max_length"], getattr(trial.target.model, "args", None))
+    _check_stop_tokens(trial)
+
+
+def _check_max_length(length: Any, config: Any) -> None:
+    if length is None:
+        return
+    given = next((n for name in LIMITS if isinstance(n := getattr(config, name, None), int)), SHORTEST_LIMIT)
+    if type(length) is not int or length < min(given, SHORTEST_LIMIT):
+        raise Mismatch(f"max_length is {length!r}; expected a count of at least {SHORTEST_LIMIT} tokens, or None")
+    if length < given:
+        raise Mismatch(f"max_length is {length}, the model's config allows {given} tokens")
+
+
+def _check_stop_tokens(trial: Trial) -> None:
+    tokenizer = trial.target.tokenizer or SimpleNamespace(eos_token_ids={0}, eos_token_id=0, eos_token="")
+    try:
+        stops = trial.target.adapter.stop_tokens(tokenizer)
+    except AttributeError:
+        if trial.target.tokenizer is not None:
+            raise
+        return  # it asks more of a tokenizer than can be tried without one
+    if not isinstance(stops, frozenset) or not all(isinstance(token, int) for token in stops):
+        raise Mismatch(f"stop_tokens() returns a {type(stops).__name__}; expected a frozenset of token ids")
+
+
+def _embeddings(trial: Trial) -> None:
+    """embed() returns rows of the table that the model looks tokens up in, and embedding_scale is the model's."""
+    target, one = trial.target, trial.one
+    ours = target.embed(one.tokens)
+    shape = (*one.tokens.shape, target.hidden_size)
+    if ours.shape != shape:
+        raise Mismatch(f"embed() returns shape {ours.shape}, expected {shape}: one row of hidden_size a token")
+    if tables := _looked_up(trial, shape):
+        factors = [factor(table, ours) for table in tables]
+        if not any(f is not None and abs(f - 1) < 1e-2 for f in factors):
+            scaled = next((f for f in factors if f), None)
+            raise Mismatch(
+                "embed() does not return the rows of the table that the model looks tokens up in"
+                if scaled is None
+                else f"embed() returns the table's rows times {scaled:.4g}; "
+                "return the rows themselves and give the factor as embedding_scale"
+            )
+    found = embedding_factors(target.embed, target.adapter.layers, one, trial.other)
+    scale = target.adapter.embedding_scale
+    if found and not any(abs(f / scale - 1) < 1e-2 for f in found):
+        raise Mismatch(
+            f"embedding_scale is {scale:.4g}, but the model multiplies embed() by {found[0]:.4g} before its first layer"
+        )
+
+
+def _looked_up(trial: Trial, shape: tuple[int, ...]) -> list[mx.array]:
+    """What modules that were called with token ids returned before the first layer ran, ``[B, L, E]`` each."""
+    first = trial.one.first_call(trial.target.adapter.layers)
+    before = trial.one.calls[: trial.one.calls.index(first)] if first is not None else []
+    return [
+        c.output for c in before if c.tokens is not None and isinstance(c.output, mx.array) and c.output.shape == shape
+    ]
+
+
+def _layers(trial: Trial) -> None:
+    """The adapter's layers are all that the model calls, in the order in which it calls them."""
+    layers, model_pass = trial.target.adapter.layers, trial.one
+    order = {id(call.module): i for i, call in reversed(list(enumerate(model_pass.calls)))}
+    for i, layer in enumerate(layers):
+        if id(layer) not in order:
+            raise Mismatch(f"layer {i} of the adapter is not called by the model")
+        if i and order[id(layer)] < order[id(layers[i - 1])]:
+            raise Mismatch(
+                f"the model calls layer {i} of the adapter before layer {i - 1}; list them in the model's order"
+            )
+    for call in model_pass.calls:
+        if _is_missing_layer(call, trial):
+            names = {id(module): name for name, module in trial.target.model.named_modules()}
+            raise Mismatch(
+                f"layers leaves out {names.get(id(call.module), type(call.module).__name__)}, "
+                "which the model calls between its embedding and its head like the listed ones"
+            )
+
+
+def _is_missing_layer(call: Call, trial: Trial) -> bool:
+    """Whether a module that is not listed is called where layers are, and is of their kind.
+
+    Of their kind is what stands in one list with them, is of the same class, or is given a cache.
+    """
+    layers = trial.target.adapter.layers
+    listed = {id(layer) for layer in layers}
+    callers = {id(c.parent) for layer in layers for c in trial.one.calls_of(layer)}
+    if id(call.module) in listed or call.parent is None or id(call.parent) not in callers or call.hidden is None:
+        return False
+    caches = {id(cache) for cache in trial.one.caches}
+    return (
+        type(call.module) in {type(layer) for layer in layers}
+        or any(id(value) in caches for value in call.values)
+        or any(_holds(siblings, call.module) and _holds(siblings, layers[0]) for siblings in _lists(trial.target.model))
+    )
+
+
+def _lists(model: nn.Module) -> list[list[Any]]:
+    return [value for module in model.modules() for value in module.values() if isinstance(value, list)]
+
+
+def _holds(items: list[Any], module: nn.Module) -> bool:
+    return any(item is module for item in items)
+
+
+# --- what the adapter computes --------------------------------------------------------------------------
+
+
+def _features(trial: Trial) -> None:
+    """feature() of each layer is one of the hidden states that this layer returned, in the model's own pass too."""
+    target = trial.target
+    _, features = trial.adapted
+    shape = (*trial.one.tokens.shape, target.hidden_size)
+    for i, layer in enumerate(target.adapter.layers):
+        if features[i].shape != shape:
+            raise Mismatch(f"features of a layer have shape {features[i].shape}, hidden_size is {target.hidden_size}")
+        output = trial.one.calls_of(layer)[-1].output
+        assert_close(f"layer {i}", features[i], target.adapter.feature(output))
+        if not any(_close(features[i], stream) for stream in streams(output, shape)):
+            raise Mismatch(f"feature() of layer {i} is none of the hidden states that the layer returned")
+
+
+def _close(ours: mx.array, theirs: mx.array) -> bool:
+    try:
+        assert_close("", ours, theirs)
+    except Mismatch:
+        return False
+    return True
+
+
+def _head(trial: Trial) -> None:
+    """The head of the final hidden states gives the model's logits, and leaves normalising to the backbone."""
+    hidden, _ = trial.adapted
+    logits = trial.target.head(hidden)
+    assert_close("logits", logits, trial.one.logits)
+    if _close(trial.target.head(8 * hidden), logits):
+        raise Mismatch(
+            "head() gives the same logits for hidden states of 8 times the size, so it normalises them; "
+            "the model's last norm belongs to the backbone's pass, because a drafter has a norm of its own"
+        )
+
+
+def _rewinds(trial: Trial) -> None:
+    """Verify blocks of which some tokens are rejected, and compare with a cache that is fed the accepted ones only."""
+    target = trial.target
+    chance = random.Random(trial.seed)
+    rewound, fed = (target.make_cache(**trial.cache_options) for _ in range(2))
+    window = max(windows(rewound), default=0)
+    if trial.wrap and window > 4 * BLOCK:
+        prompt = trial.tokens(2 * window + 1, trial.seed)
+        for cache in (rewound, fed):
+            for start in range(0, prompt.shape[1], window):
+                target.forward_hidden(prompt[:, start : start + window], cache, ())
+    for number in progress(range(trial.rounds), "blocks rewound", show=trial.show):
+        block = chance.randint(1, BLOCK)
+        kept = chance.randint(1, block)
+        tokens = trial.tokens(block, chance.getrandbits(32))
+        length = fed.offset
+        logits, _ = target.forward_with_hidden_states(tokens, rewound, ())
+        if rewound.offset != length + block:
+            raise Mismatch(
+                f"a pass of {block} tokens over {length} cached ones leaves {rewound.offset} in the cache; "
+                "the adapter must pass its cache on to the backbone"
+            )
+        rewound.rewind(length + kept)
+        expected, _ = target.forward_with_hidden_states(tokens[:, :kept], fed, ())
+        where = f"after {fed.offset} tokens (round {number}, {kept} of {block} kept)"
+        assert_close(f"logits {where}", logits[:, :kept], expected)
+        assert_same_caches(rewound, fed, where)
+
+
+TRIAL: dict[str, Callable[[Trial], None]] = {
+    "every cache can be rewound": _caches,
+    "the adapter's parts fit the model": _parts,
+    "embed() and embedding_scale are the model's": _embeddings,
+    "layers are the model's, in the order of their calls": _layers,
+    "features are the layers' outputs": _features,
+    "head(backbone(x)) equals model(x)": _head,
+    "rejected tokens leave no trace": _rewinds,
+}
+"""Checks that take a few passes, in order; each raises what it finds. Without the first, none of the others can run."""
+
+
+def first_difference(target: "LoadedTargetModel") -> str | None:
+    """The first check that fails and its difference, or ``None``: whether to trust a guessed adapter."""
+    trial = Trial(target)
+    for name, check in TRIAL.items():
+        if difference := run(check, trial):
+            return f"{name}: {difference}"
+    return None
+
+
+def run(check: Callable[[Any], None], trial: Any) -> str:
+    """What ``check`` finds, in one line; empty if nothing. Whatever a stranger's model raises is a finding."""
+    try:
+        check(trial)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        known = isinstance(error, Mismatch) or type(error).__module__.startswith("dflash")
+        return text if known and text else f"{type(error).__name__}: {text}"
+    return ""
+
+
+def passes(rounds: int = 6) -> int:
+    """Forward passes that the trial of a generic adapter takes: two for its scale, three whole, two for each round."""
+    return 2 + 3 + 2 * rounds

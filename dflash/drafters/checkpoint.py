@@ -1,64 +1,106 @@
-"""DFlash drafter checkpoints in the published format, both ways.
+"""Drafter checkpoints, read in every published packaging and written in z-lab's.
 
-Knows the format: ``config.json`` and safetensors with the published weight names. Must not know
-targets or decoding.
+Knows the order of the steps: config, model, quantised layers, weights. Must not know targets or decoding.
 """
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from ..backend import to_compute_dtype
+from ..backend import compute_dtype, to_compute_dtype
 from ..errors import CheckpointError
 from ..files import flat, read_json, read_safetensors, resolve_checkpoint, write_arrays, write_json
-from .config import DFlashConfig
-from .dflash import DFlashDraftModel
+from .kinds import DEFAULT, KIND, drafter_class, kind_in, kind_of
+from .quantized import description, quantize_like
+from .tensors import HEAD, Weights, check_weights, published_weights, reduced_vocabulary, vocabulary_tables
 
 
-def load_drafter(path_or_hub_name: str | Path) -> DFlashDraftModel:
-    """Load a drafter from a folder or a hub name.
+def load_drafter(path_or_hub_name: str | Path) -> Any:
+    """Load a drafter from a folder or a hub name: a ``DFlashDraftModel``, or the kind that its config names.
 
-    Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files, unknown config keys, and
-    weights that are missing, left over or of the wrong shape.
+    Every packaging of :mod:`.formats` and :mod:`.tensors` is read, quantised or not. On the CPU it computes in float32;
+    elsewhere float16 becomes bfloat16, since the target's features overflow it.
+
+    Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files, what is not supported (by name), and
+    weights that are missing, left over, of the wrong shape or type, or not finite.
     """
     path = resolve_checkpoint(path_or_hub_name)
-    config = DFlashConfig.from_dict(read_json(path / "config.json"))
-    try:
-        model = DFlashDraftModel(config)
-    except (KeyError, TypeError, ValueError) as error:  # mlx-lm's rope knows its own options
-        raise CheckpointError(f"{path}: rope_scaling {config.rope_scaling} cannot be used: {error}.") from error
-    weights = read_safetensors(path)
-    _check_weights(model, weights, path)
+    _refuse_run(path)
+    values = read_json(path / "config.json")
+    cls = drafter_class(kind_in(values))
+    weights = published_weights(read_safetensors(path), path)
+    config = cls.config_class.from_dict(_with_head_dim(values, weights))
+    model = cls(config)
+    ids = reduced_vocabulary(weights, config.draft_vocab_size, config.vocab_size, path)
+    if ids is not None:
+        model.reduce_vocabulary(ids, own_head=any(name.startswith(HEAD) for name in weights))
+    quantize_like(model, values, weights)
+    check_weights(flat(model.parameters()), weights, path)
     model.load_weights(list(weights.items()))
-    to_compute_dtype(model)
+    _to_wide_dtype(model)
     mx.eval(model.parameters())
     return model
 
 
-def save_drafter(model: DFlashDraftModel, path: str | Path, dtype: mx.Dtype = mx.bfloat16) -> None:
+def save_drafter(model: Any, path: str | Path, dtype: mx.Dtype = mx.bfloat16) -> None:
     """Write ``model`` to the folder ``path`` in the published format, each file whole or not at all.
 
-    Raises ``OSError`` if the folder cannot be written to or the disk is full.
+    Weights are written in ``dtype``. Quantised layers are written as they are, so that what is loaded again drafts the
+    same; ``config.json`` then holds their ``quantization``.
+
+    Raises :class:`~dflash.errors.CheckpointError` for a class that is not registered
+    (:func:`~dflash.register_drafter`), ``OSError`` if the folder cannot be written to or the disk is full.
     """
-    path = Path(path)
-    weights = {name: w.astype(dtype) for name, w in flat(model.parameters()).items()}
+    path, kind = Path(path), kind_of(model)
     config = model.config.to_dict() | {"dtype": str(dtype).removeprefix("mlx.core.")}
+    if kind != DEFAULT:
+        config |= {KIND: kind, "architectures": [type(model).__name__]}
+    quantization = description(model)
+    if quantization is not None:
+        config |= {"quantization": quantization, "quantization_config": quantization}
+    weights = _stored(flat(model.parameters()), dtype)
+    ids = getattr(model, "token_ids", None)
+    if ids is not None:
+        weights |= vocabulary_tables(ids, model.config.vocab_size)
     write_arrays(path / "model.safetensors", weights, metadata={"format": "pt"})
     write_json(path / "config.json", config)
 
 
-def _check_weights(model: DFlashDraftModel, weights: dict[str, mx.array], path: Path) -> None:
-    expected = {name: w.shape for name, w in flat(model.parameters()).items()}
-    missing = sorted(expected.keys() - weights.keys())
-    if missing:
-        raise CheckpointError(f"{path} lacks {_some(missing)}; the file does not match its config.json.")
-    extra = sorted(weights.keys() - expected.keys())
-    if extra:
-        raise CheckpointError(f"{path} holds {_some(extra)}, unknown to a DFlash drafter of its config.json.")
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise CheckpointError(f"{path}: {name} has shape {weights[name].shape}, config.json asks for {shape}.")
+def _stored(weights: Weights, dtype: mx.Dtype) -> Weights:
+    """Weights as they are written: quantised layers without loss, all others in ``dtype``."""
+
+    def stored(name: str, w: mx.array) -> mx.array:
+        if not mx.issubdtype(w.dtype, mx.floating):
+            return w
+        rounded = w.astype(dtype)
+        layer, _, part = name.rpartition(".")
+        packed = part in ("scales", "biases") and f"{layer}.scales" in weights
+        return w if packed and not mx.array_equal(rounded.astype(w.dtype), w).item() else rounded
+
+    return {name: stored(name, w) for name, w in weights.items()}
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _refuse_run(path: Path) -> None:
+    """A run of ``dflash train`` holds a drafter and a config too, but not as a checkpoint."""
+    if not (path / "recipe.json").exists():
+        return
+    inside = path / "drafter"
+    found = (inside / "config.json").exists()
+    where = f"its drafter is {inside}" if found else f"make its drafter with: dflash export {path} {inside}"
+    raise CheckpointError(f"{path} is a run; {where}")
+
+
+def _with_head_dim(values: dict[str, Any], weights: Weights) -> dict[str, Any]:
+    """``values`` with the size of a head, as its norms have it where no config names it."""
+    places = [values, *map(values.get, ("text_config", "transformer_layer_config", "dflash_config"))]
+    norm = weights.get("layers.0.self_attn.q_norm.weight")
+    if norm is None or any(isinstance(place, dict) and place.get("head_dim") for place in places):
+        return values
+    return values | {"head_dim": norm.size}
+
+
+def _to_wide_dtype(model: Any) -> None:
+    to_compute_dtype(model)
+    if compute_dtype(mx.float16) == mx.float16:
+        model.apply(lambda w: w.astype(mx.bfloat16) if w.dtype == mx.float16 else w)

@@ -3,31 +3,18 @@
 Knows the field names of the format and their defaults. Must not know weights, targets or files.
 """
 
-import difflib
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ..errors import CheckpointError
+from .formats import DEFAULT_THETA, FULL, SLIDING, published_values
 
 logger = logging.getLogger(__name__)
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-# Written by the transformers library into every config; they say nothing about a drafter's arithmetic.
-_IGNORED = frozenset({
-    "architectures", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype",
-    "eos_token_id", "id2label", "initializer_range", "label2id", "max_window_layers", "model_type",
-    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
-    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window",
-})  # fmt: skip
-# Values that mean "off"; anything else would change the arithmetic, which this package does not implement.
-_MUST_BE_OFF = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-_DFLASH_FIELDS = frozenset({
-    "block_size", "mask_token_id", "target_layer_ids", "layer_types", "sliding_window", "is_causal",
-    "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
-})  # fmt: skip
+MAX_BLOCK_SIZE = 512
+"""Published drafters fill 4 to 16 positions; logits of so many more than these would take gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +24,14 @@ class DFlashConfig:
     Layer id ``i`` in ``target_layer_ids`` means the output of the target's decoder layer ``i`` (0-based).
     ``is_causal`` is one value for all layers, or ``None``: causal inside the block on sliding layers,
     bidirectional on full ones. Logits are ``cap * tanh(multiplier * logits / cap)`` where
-    ``final_logit_softcapping`` is given, else ``multiplier * logits``.
+    ``final_logit_softcapping`` is given, else ``multiplier * logits``. Embeddings are the target's, scaled as the
+    target scales them, times ``input_embedding_scale``.
+
+    ``rope_parameters`` holds one recipe of rotary positions for each layer type; without it ``rope_theta`` and
+    ``rope_scaling`` are those of all layers. ``rope_is_neox_style`` false pairs neighbouring numbers. With
+    ``sample_from_anchor`` the anchor's position predicts the first draft (DeepSpec), so that a block of ``block_size``
+    positions holds as many drafts. ``draft_vocab_size`` is given where the drafter knows a part of the vocabulary.
+    ``target_fingerprint`` is that of the target it was trained for.
 
     Raises :class:`~dflash.errors.CheckpointError` when a value is impossible.
     """
@@ -53,9 +47,11 @@ class DFlashConfig:
     num_target_layers: int | None = None
     block_size: int = 16
     target_layer_ids: tuple[int, ...] = ()
-    max_position_embeddings: int = 40960
-    rope_theta: float = 1_000_000.0
+    max_position_embeddings: int = 32768
+    rope_theta: float = DEFAULT_THETA
     rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, dict[str, Any]] | None = None
+    rope_is_neox_style: bool = True
     rms_norm_eps: float = 1e-6
     layer_types: tuple[str, ...] = ()
     sliding_window: int | None = None
@@ -63,6 +59,10 @@ class DFlashConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    attention_bias: bool = False
+    sample_from_anchor: bool = False
+    draft_vocab_size: int | None = None
+    target_fingerprint: str | None = None
     model_type: str = field(default="qwen3", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -74,6 +74,10 @@ class DFlashConfig:
             _require_positive(name, getattr(self, name))
         for name in ("num_key_value_heads", "vocab_size", "block_size"):
             _require_positive(name, getattr(self, name))
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise CheckpointError(
+                f"block_size {self.block_size} is too large; expected at most {MAX_BLOCK_SIZE} (published: 4 to 16)."
+            )
         set_("head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
         set_("target_layer_ids", tuple(self.target_layer_ids) or self._spread_layer_ids())
         set_("layer_types", tuple(self.layer_types) or (FULL,) * self.num_hidden_layers)
@@ -88,6 +92,10 @@ class DFlashConfig:
             )
         if self.num_target_layers is not None:
             self.check_layer_ids(self.num_target_layers)
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise CheckpointError(
+                f"draft_vocab_size {self.draft_vocab_size} must be 1 to vocab_size, which is {self.vocab_size}."
+            )
         self._check_layer_types()
 
     def check_layer_ids(self, num_layers: int) -> None:
@@ -113,14 +121,20 @@ class DFlashConfig:
         """Evenly spread target layers, the published default when a config names none."""
         _require_positive("num_target_layers (needed where target_layer_ids is missing)", self.num_target_layers)
         assert self.num_target_layers is not None
-        logger.warning("The drafter's config names no target_layer_ids; they are assumed to be evenly spread.")
         drafts, span = self.num_hidden_layers, self.num_target_layers - 4
-        if drafts == 1:
-            return (self.num_target_layers // 2,)
-        return tuple(round(1 + i * span / (drafts - 1)) for i in range(drafts))
+        ids = [self.num_target_layers // 2]
+        if drafts > 1:
+            ids = [round(1 + i * span / (drafts - 1)) for i in range(drafts)]
+        logger.warning("The drafter's config names no target_layer_ids; evenly spread ones are assumed: %s.", ids)
+        return tuple(ids)
+
+    def rope(self, layer: int) -> dict[str, Any]:
+        """The recipe of rotary positions of drafter layer ``layer``, with its ``rope_theta``."""
+        of_all = {"rope_theta": self.rope_theta} | (self.rope_scaling or {})
+        return (self.rope_parameters or {}).get(self.layer_types[layer], of_all)
 
     def causal_in_block(self, layer: int) -> bool:
-        """Whether block positions of drafter layer ``layer`` see only earlier block positions."""
+        """Whether only earlier positions of the block are visible to its positions, in drafter layer ``layer``."""
         return self.layer_types[layer] == SLIDING if self.is_causal is None else self.is_causal
 
     def window(self, layer: int) -> int | None:
@@ -129,29 +143,12 @@ class DFlashConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "DFlashConfig":
-        """Parse a published ``config.json``.
+        """Parse a published ``config.json``, of any packaging that :mod:`.formats` knows.
 
-        Raises :class:`~dflash.errors.CheckpointError` for a missing or unknown key (naming the nearest
-        known one) and for options that change the arithmetic and are not supported.
+        Raises :class:`~dflash.errors.CheckpointError` for a missing key, a misspelt one (naming the nearest known
+        one) and, by name, for what changes the arithmetic and is not supported.
         """
-        flat = dict(config)
-        for name in ("dflash_config", "rope_parameters"):
-            if not isinstance(flat.get(name) or {}, dict):
-                raise CheckpointError(f"config.json: {name} must be an object, got {flat[name]!r}.")
-        nested = flat.pop("dflash_config", None) or {}
-        rope = flat.pop("rope_parameters", None) or {}
-        _refuse_unknown(nested, _DFLASH_FIELDS, "dflash_config")
-        flat.update(nested)
-        if "rope_theta" in rope:
-            flat["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            flat["rope_scaling"] = rope
-        for name, off in _MUST_BE_OFF.items():
-            if flat.pop(name, off) != off:
-                raise CheckpointError(f"config.json: {name} {config[name]!r} is not supported, only {off!r}.")
-        names = {f.name for f in fields(cls)}
-        _refuse_unknown(flat, names | _IGNORED, "config.json")
-        values = {k: v for k, v in flat.items() if k in names and v is not None}
+        values = published_values(config, {f.name for f in fields(cls)})
         missing = [f.name for f in fields(cls) if f.name in _REQUIRED and f.name not in values]
         if missing:
             raise CheckpointError(f"config.json: {', '.join(missing)} missing; a DFlash drafter needs them.")
@@ -160,24 +157,25 @@ class DFlashConfig:
     def to_dict(self) -> dict[str, Any]:
         """The published ``config.json`` form of this config."""
         flat = asdict(self)
-        rope_scaling = flat.pop("rope_scaling")
         defaults = {f.name: f.default for f in fields(self)}
-        nested = {
-            name: flat.pop(name) for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-        }
-        nested = {name: value for name, value in nested.items() if value != defaults[name]}
-        nested |= {name: flat.pop(name) for name in ("mask_token_id", "target_layer_ids")}
-        optional = ("num_target_layers", "sliding_window", "is_causal")
-        flat = {k: v for k, v in flat.items() if k not in optional or v is not None}
+        inner = {name: flat.pop(name) for name in _INSIDE}
+        inner = {name: value for name, value in inner.items() if value != defaults[name]}
+        flat = {name: value for name, value in flat.items() if name not in _OPTIONAL or value != defaults[name]}
+        rope = {} if self.rope_parameters else {"rope_scaling": flat.pop("rope_scaling")}
         return {
             "architectures": ["DFlashDraftModel"],
-            "dflash_config": nested,
-            "rope_scaling": rope_scaling,
+            "dflash_config": inner | {name: flat.pop(name) for name in ("mask_token_id", "target_layer_ids")},
+            **rope,
             "tie_word_embeddings": True,
             **flat,
         }
 
 
+_INSIDE = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "sample_from_anchor")
+_OPTIONAL = frozenset({
+    "num_target_layers", "sliding_window", "is_causal", "rope_parameters", "rope_is_neox_style", "attention_bias",
+    "draft_vocab_size", "target_fingerprint",
+})  # fmt: skip
 _REQUIRED = frozenset({
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "vocab_size", "mask_token_id",
@@ -200,6 +198,13 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "layer_types": ("a list of names", lambda v: isinstance(v, list | tuple) and all(isinstance(x, str) for x in v)),
     "is_causal": ("true, false or null", lambda v: v is None or isinstance(v, bool)),
     "rope_scaling": ("an object or null", lambda v: v is None or isinstance(v, dict)),
+    "rope_parameters": ("an object or null", lambda v: v is None or isinstance(v, dict)),
+    "rope_is_neox_style": ("true or false", lambda v: isinstance(v, bool)),
+    "attention_bias": ("true or false", lambda v: isinstance(v, bool)),
+    "sample_from_anchor": ("true or false", lambda v: isinstance(v, bool)),
+    "draft_vocab_size": ("a positive whole number or null", lambda v: v is None or _is_whole(v)),
+    "max_position_embeddings": ("a positive whole number", lambda v: _is_whole(v) and v > 0),
+    "target_fingerprint": ("a text or null", lambda v: v is None or isinstance(v, str)),
     "rope_theta": ("a positive number", lambda v: _is_number(v) and v > 0),
     "rms_norm_eps": ("a positive number", lambda v: _is_number(v) and v > 0),
     "input_embedding_scale": ("a number", _is_number),
@@ -211,10 +216,3 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def _require_positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{name} must be a positive whole number, got {value!r}.")
-
-
-def _refuse_unknown(values: dict[str, Any], known: frozenset[str] | set[str], where: str) -> None:
-    for name in sorted(set(values) - set(known)):
-        near = difflib.get_close_matches(name, sorted(known), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise CheckpointError(f"{where}: unknown key {name!r}{hint}")

@@ -7,22 +7,28 @@ Shapes: B batch, L block positions, S context length, H query heads, K key-value
 E hidden size, F feature size, V vocabulary.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from einops import rearrange
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.rope_utils import initialize_rope
 
 from ..cpu_math import swiglu
 from ..errors import GenerationError, IncompatibleModelsError
+from ..target.identity import target_fingerprint
 from .config import DFlashConfig
+from .kinds import register_drafter
 from .protocol import Proposal
+from .rope import build_rope
 
 if TYPE_CHECKING:
     from ..target import LoadedTargetModel
+
+
+logger = logging.getLogger(__name__)
 
 Attend = Callable[[mx.array, mx.array, mx.array], mx.array]
 """Attention of a block: ``(queries_BHLD, keys_BKLD, values_BKLD) -> out_BHLD``.
@@ -35,22 +41,18 @@ cache, training has many over shared contexts, and the layers need not know whic
 class Attention(nn.Module):
     """Attention with normalised queries and keys, as in Qwen3; the context enters by keys and values only."""
 
-    def __init__(self, config: DFlashConfig):
+    def __init__(self, config: DFlashConfig, layer: int):
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        size, head_dim = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(size, self.heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(size, self.kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(size, self.kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * head_dim, size, bias=False)
+        size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(size, self.heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, self.kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, self.kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * head_dim, size, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-        self.rope = initialize_rope(
-            head_dim,
-            config.rope_theta,
-            traditional=False,
-            scaling_config=config.rope_scaling,
-            max_position_embeddings=config.max_position_embeddings,
+        self.rope = build_rope(
+            head_dim, config.rope(layer), config.max_position_embeddings, traditional=not config.rope_is_neox_style
         )
 
     def keys_values(self, hidden_BLE: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
@@ -82,9 +84,9 @@ class MLP(nn.Module):
 class DraftLayer(nn.Module):
     """One pre-norm transformer layer of the drafter."""
 
-    def __init__(self, config: DFlashConfig):
+    def __init__(self, config: DFlashConfig, layer: int):
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, layer)
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -115,11 +117,17 @@ class ContextCache:
         return [layer.state for layer in self.layers]
 
 
+@register_drafter("dflash")
 class DFlashDraftModel(nn.Module):
     """A DFlash drafter; follows the :class:`~dflash.drafters.protocol.Drafter` protocol once bound to a target.
 
-    Weight names are those of published checkpoints. Embedding and head are the target's.
+    Weight names are those of published checkpoints. Embedding and head are the target's; a drafter that knows a part
+    of the vocabulary may have a head of its own (:meth:`reduce_vocabulary`).
+
+    To make another kind of it, subclass, and register with :func:`~dflash.register_drafter`.
     """
+
+    config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
@@ -127,13 +135,14 @@ class DFlashDraftModel(nn.Module):
         feature_size = len(config.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(feature_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = [DraftLayer(config) for _ in range(config.num_hidden_layers)]
+        self.layers = [DraftLayer(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._token_ids: mx.array | None = None
 
     @property
     def block_size(self) -> int:
-        """Positions per block, the anchor included."""
-        return self.config.block_size
+        """Most tokens that a block commits, the anchor included: one more than it drafts."""
+        return self.config.block_size + self.config.sample_from_anchor
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
@@ -141,7 +150,7 @@ class DFlashDraftModel(nn.Module):
         return self.config.target_layer_ids
 
     def bind(self, target: "LoadedTargetModel") -> None:
-        """Share the embedding and head of ``target``.
+        """Share the embedding and head of ``target``; warn if it is not the one that the drafter was trained for.
 
         Raises :class:`~dflash.errors.IncompatibleModelsError` where hidden size, vocabulary or number of
         layers differ from what the drafter was trained for.
@@ -157,29 +166,60 @@ class DFlashDraftModel(nn.Module):
                     "Use the drafter that was trained for this target."
                 )
         self.config.check_layer_ids(target.num_layers)
+        if self.config.target_fingerprint not in (None, target_fingerprint(target)):
+            logger.warning(
+                "The drafter was trained for another target of the same shape (another fine-tuning or quantisation); "
+                "its text stays exact, but fewer drafts may be accepted. Use the drafter that was trained for this one."
+            )
         self._target = target
 
     def embed(self, tokens_BL: mx.array) -> mx.array:
-        """Target embeddings ``[B, L, E]``, scaled as the drafter was trained."""
+        """Target embeddings ``[B, L, E]``, scaled as the target scales them, times the drafter's own factor."""
         embeddings_BLE = self._target.embed(tokens_BL)
-        scale = self.config.input_embedding_scale
+        scale = self._target.adapter.embedding_scale * self.config.input_embedding_scale
         return embeddings_BLE if scale == 1.0 else embeddings_BLE * scale
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
-        """Logits ``[B, L, V]`` by the target's head, with the drafter's own multiplier and soft cap."""
-        logits_BLV = self._target.head(hidden_BLE)
+        """Logits ``[B, L, V]`` by the target's head, with the drafter's own multiplier and soft cap.
+
+        Minus infinity for tokens that the drafter does not know.
+        """
+        own = "lm_head" in self
+        logits_BLV = self.lm_head(hidden_BLE) if own else self._target.head(hidden_BLE)
         multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
         if multiplier != 1.0:
             logits_BLV = logits_BLV * multiplier
-        return logits_BLV if cap is None else cap * mx.tanh(logits_BLV / cap)
+        if cap is not None:
+            logits_BLV = cap * mx.tanh(logits_BLV / cap)
+        if self._token_ids is None:
+            return logits_BLV
+        known_BLV = logits_BLV if own else logits_BLV[..., self._token_ids]
+        unknown_BLV = mx.full((*hidden_BLE.shape[:-1], self.config.vocab_size), -mx.inf, known_BLV.dtype)
+        unknown_BLV[..., self._token_ids] = known_BLV
+        return unknown_BLV
+
+    def reduce_vocabulary(self, token_ids: mx.array, own_head: bool) -> None:
+        """Draft only ``token_ids [draft_vocab_size]``, distinct and ascending ids of the target's.
+
+        With ``own_head`` their logits come from ``lm_head.weight [draft_vocab_size, E]`` of the drafter, which the
+        caller loads; else from the target's head.
+        """
+        self._token_ids = token_ids
+        if own_head:
+            self.lm_head = nn.Linear(self.config.hidden_size, token_ids.size, bias=False)
+
+    @property
+    def token_ids(self) -> mx.array | None:
+        """The target's ids of the tokens that the drafter knows, where those are not all."""
+        return self._token_ids
 
     def context(self, features_BSF: mx.array) -> mx.array:
         """What every layer sees of committed tokens, ``[B, S, E]``, from target features."""
         return self.hidden_norm(self.fc(features_BSF))
 
     def block_inputs(self, anchors_B: mx.array) -> mx.array:
-        """Embeddings ``[B, block_size, E]`` of blocks ``[anchor, mask, ..., mask]``."""
-        masks = mx.full((anchors_B.size, self.block_size - 1), self.config.mask_token_id, anchors_B.dtype)
+        """Embeddings ``[B, config.block_size, E]`` of blocks ``[anchor, mask, ..., mask]``."""
+        masks = mx.full((anchors_B.size, self.config.block_size - 1), self.config.mask_token_id, anchors_B.dtype)
         return self.embed(mx.concatenate([anchors_B[:, None], masks], axis=1))
 
     def __call__(self, x_BLE: mx.array, offset: int | mx.array, attends: Sequence[Attend]) -> mx.array:
@@ -201,8 +241,7 @@ class DFlashDraftModel(nn.Module):
     def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
         """Fill the block after ``anchor [1, 1]`` and return its first ``length`` tokens, greedily.
 
-        The block is always ``block_size`` wide, as in training: how many tokens are used does not change
-        what they are.
+        The block is always as wide as in training: how many tokens are used does not change what they are.
         """
         if not 1 <= length < self.block_size:
             raise GenerationError(
@@ -210,7 +249,8 @@ class DFlashDraftModel(nn.Module):
             )
         attends = [self._attend_cached(i, kv) for i, kv in enumerate(cache.layers)]
         hidden = self(self.block_inputs(anchor.reshape(1)), cache.offset, attends)
-        logits = self.head(hidden[:, 1 : length + 1])
+        first = 0 if self.config.sample_from_anchor else 1
+        logits = self.head(hidden[:, first : first + length])
         return Proposal(mx.argmax(logits, axis=-1), logits)
 
     def _attend_cached(self, layer: int, kv: KVCache) -> Attend:

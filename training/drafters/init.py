@@ -40,7 +40,6 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
         target_layer_ids=shape.target_layer_ids,
         rope_theta=float(shape.rope_theta or getattr(config, "rope_theta", None) or 1_000_000.0),
         max_position_embeddings=target.max_length or 40960,
-        input_embedding_scale=target.adapter.embedding_scale,
     )
 
 

@@ -105,9 +105,12 @@ def test_a_size_that_no_config_gives_must_be_in_the_recipe():
         new_drafter(DrafterShape(mask_token=1), target)
 
 
-def test_scaled_embeddings_of_a_target_are_in_its_drafters_config():
+def test_a_drafter_embeds_as_its_target_does():
     target = LoadedTargetModel(small.build("gemma3_text"))
-    assert new_drafter(SHAPE, target).config.input_embedding_scale == target.adapter.embedding_scale != 1
+    drafter, tokens = new_drafter(SHAPE, target), mx.array([[3, 7]])
+    scale = target.adapter.embedding_scale
+    assert drafter.config.input_embedding_scale == 1 != scale
+    assert mx.allclose(drafter.embed(tokens), target.embed(tokens) * scale).item()
 
 
 def test_heldout_prompts_are_what_stands_before_the_response():

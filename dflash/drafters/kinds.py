@@ -1,0 +1,70 @@
+"""The kinds of drafters by name: the published ones, and those that other packages register.
+
+Knows how a ``config.json`` names its kind. Must not know weights, targets or how any kind drafts.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ..errors import CheckpointError, did_you_mean
+from ..registry import Registry
+
+T = TypeVar("T", bound=type)
+
+DEFAULT = "dflash"
+KIND = "drafter_kind"
+"""The key of ``config.json`` that names the kind; absent in published files, which are of the kind ``"dflash"``."""
+
+drafters: Registry[type] = Registry("drafter", "dflash.drafters")
+
+
+def register_drafter(kind: str) -> Callable[[T], T]:
+    """Decorator: ``config.json``, recipes and the command line know this class of drafters as ``kind``.
+
+    The class is a subclass of :class:`~dflash.drafters.dflash.DFlashDraftModel`, or an ``mlx.nn.Module`` that follows
+    :class:`~dflash.drafters.protocol.Drafter`, is made from its config alone, and has two attributes: ``config`` and,
+    on the class, ``config_class``. That is :class:`~dflash.drafters.config.DFlashConfig`, or a frozen dataclass
+    derived from it whose further fields (with defaults) are the kind's own options in ``config.json``.
+
+    A package announces its kinds under the entry-point group ``dflash.drafters``. Raises ``TypeError`` unless
+    ``kind`` is a name.
+    """
+    return drafters.register(kind)  # type: ignore[return-value]
+
+
+def drafter_class(kind: str) -> type[Any]:
+    """The class that is registered as ``kind``. Raises :class:`~dflash.errors.DFlashError` where none is."""
+    return drafters.get(kind)
+
+
+def kind_of(model: object) -> str:
+    """The name under which the class of ``model`` is registered.
+
+    Raises :class:`~dflash.errors.CheckpointError` for a class that nothing could load again.
+    """
+    found = [name for name, known in drafters.all().items() if known is type(model)]
+    if not found:
+        name = type(model).__name__
+        raise CheckpointError(
+            f'{name} is not registered, so what is saved could not be loaded; put @register_drafter("...") on it.'
+        )
+    return found[0]
+
+
+def kind_in(config: Mapping[str, Any]) -> str:
+    """The kind that a ``config.json`` names by ``drafter_kind``, else by ``model_type`` or ``architectures``.
+
+    Raises :class:`~dflash.errors.CheckpointError` if ``drafter_kind`` names one that is not registered.
+    """
+    known = drafters.all()
+    explicit = config.get(KIND)
+    if explicit is not None:
+        if drafters.find(str(explicit)) is None and explicit != DEFAULT:
+            raise CheckpointError(
+                f"config.json: {KIND} {explicit!r} is not registered here; {did_you_mean(explicit, known)} "
+                "Import the module that registers it, or name it with --plugin."
+            )
+        return str(explicit)
+    architectures = config.get("architectures") or ()
+    names = [config.get("model_type"), *([architectures] if isinstance(architectures, str) else architectures)]
+    return next((name for name in names if isinstance(name, str) and name in known), DEFAULT)

@@ -1,0 +1,45 @@
+"""What tells one target from another of the same shape: base from instruct, one fine-tuned copy from the next.
+
+Knows a loaded target's config and weights. Must not know who compares fingerprints, or why.
+"""
+
+import dataclasses
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ..files import flat
+
+if TYPE_CHECKING:
+    from . import LoadedTargetModel
+
+_VALUES = 64  # read of each weight: a fine-tuned copy differs in some, a cast to float32 in none
+
+
+def target_fingerprint(target: "LoadedTargetModel") -> str:
+    """SHA-256 (hexadecimal) over a target: its type, its config, and every weight's name, shape and some values.
+
+    Of the config those fields count that differ from mlx-lm's defaults, so that a newer mlx-lm with more fields
+    changes nothing. Of each weight some 64 values, evenly spread and as float32: fine-tuned copies have files of
+    equal names and sizes, hashing gigabytes takes minutes, and half precision becomes float32 on a CPU.
+    """
+    total = hashlib.sha256()
+    args = getattr(target.model, "args", None)
+    total.update(json.dumps([getattr(target.model, "model_type", ""), _own_fields(args)], sort_keys=True).encode())
+    weights = dict(sorted(flat(target.model.parameters()).items()))
+    values = [w.reshape(-1)[:: max(1, w.size // _VALUES)] for w in weights.values()]
+    values = [v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v for v in values]
+    mx.eval(values)
+    for (name, weight), value in zip(weights.items(), values, strict=True):
+        total.update(f"{name} {weight.shape}".encode())
+        total.update(memoryview(value).tobytes())  # type: ignore[arg-type]  # arrays are buffers
+    return total.hexdigest()
+
+
+def _own_fields(args: Any) -> dict[str, str]:
+    if not dataclasses.is_dataclass(args):
+        return {}
+    values = {f.name: (getattr(args, f.name), f.default) for f in dataclasses.fields(args)}
+    return {name: repr(value) for name, (value, default) in values.items() if value != default}

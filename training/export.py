@@ -14,7 +14,7 @@ from dflash import DFlashConfig, DFlashDraftModel, save_drafter
 from dflash.errors import CheckpointError, DFlashError
 from dflash.files import atomic_write, is_hub_name, read_json
 
-from .loop.checkpoints import BEST, read_results, read_weights
+from .loop.run_folder import BEST, read_results, read_weights
 
 logger = logging.getLogger(__name__)
 

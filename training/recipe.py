@@ -1,47 +1,42 @@
 """What one training run is made of: a dataclass for each part, checked before any model loads.
 
-Knows names, defaults and which values go together. Must not know how anything is done.
+Knows names, defaults, meanings and which values go together. Must not know how anything is done.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .drafters.objectives import ObjectiveSettings
 from .loop.optimizer import AdamWSettings, MuonSettings
-from .settings import require
+from .loop.settings import LoopSettings
+from .settings import Checked, load_settings, require, setting
 
-
-def _positive(settings: object, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        require(value is None or value > 0, f"{name} must be above 0, got {value}.")
-
-
-def _seed(settings: "DataSettings | DrafterShape") -> None:
-    require(0 <= settings.seed < 2**63, f"seed must be at least 0 and below 2**63, got {settings.seed}.")
+MOST_POSITIONS = 512
+"""Greatest block size: published drafters have 16 positions, and a block is one batch row of the drafter."""
 
 
 @dataclass(frozen=True)
-class DataSettings:
-    """Which dataset (a folder made by ``dflash prepare``) and how it is put into batches.
+class DataSettings(Checked):
+    """Which dataset and how it is put into batches. A batch holds whole sequences.
 
-    Sequences of more than ``max_length`` tokens are left out. A batch holds whole sequences, at most
-    ``batch_tokens`` tokens with padding. Each gets up to ``anchors`` blocks, drawn anew in every epoch, and
-    all together at most ``max_blocks_per_batch`` (but one each), which bounds the memory of a batch of many short ones.
-    With ``cached_features``, a folder made by ``dflash cache-features``, the target's features are read from it.
+    Each sequence gets up to ``anchors`` blocks, drawn anew in every epoch. ``max_blocks_per_batch`` bounds the
+    memory of a batch of many short sequences, but each has at least one block.
     """
 
-    folder: Path
-    max_length: int = 3072
-    batch_tokens: int = 3072
-    anchors: int = 512
-    max_blocks_per_batch: int = 1024
-    cached_features: Path | None = None
-    seed: int = 0
+    folder: Path = setting(meaning="dataset: a folder made by dflash prepare")
+    max_length: int = setting(3072, "sequences of more tokens are left out", above=0)
+    batch_tokens: int = setting(3072, "most tokens of a batch, with padding", above=0)
+    anchors: int = setting(512, "most blocks of a sequence", above=0)
+    max_blocks_per_batch: int = setting(1024, "most blocks of a batch", above=0)
+    cached_features: Path | None = setting(
+        None, "read the target's features from this folder, made by dflash cache-features"
+    )
+    seed: int = setting(0, "seed of the order of sequences and of the anchors", at_least=0, below=2**63)
 
     def __post_init__(self) -> None:
-        _positive(self, "max_length", "batch_tokens", "anchors", "max_blocks_per_batch")
-        _seed(self)
+        super().__post_init__()
         require(
             self.batch_tokens >= self.max_length,
             f"batch_tokens {self.batch_tokens} cannot hold a sequence of max_length {self.max_length}.",
@@ -49,28 +44,29 @@ class DataSettings:
 
 
 @dataclass(frozen=True)
-class DrafterShape:
-    """Shape of the new drafter; sizes that are not given are the target's own.
+class DrafterShape(Checked):
+    """Kind and shape of the new drafter, or the drafter to start from."""
 
-    ``mask_token`` is a token's text or its id (published drafters take an id that no text uses); ``None``
-    takes the tokenizer's own mask token. Without ``target_layer_ids`` they are spread evenly.
-    """
-
-    num_hidden_layers: int = 5
-    block_size: int = 16
-    target_layer_ids: tuple[int, ...] = ()
-    mask_token: int | str | None = None
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rope_theta: float | None = None
-    seed: int = 0
+    kind: str = setting("dflash", "kind of the drafter, as registered with register_drafter")
+    options: dict[str, Any] = setting(meaning="further keys of the kind's own config", factory=dict)
+    from_: str | None = setting(
+        None, "start from this drafter's weights and shape (a folder or hub name) instead of a new one"
+    )
+    num_hidden_layers: int = setting(5, "layers of the drafter", above=0)
+    block_size: int = setting(16, "positions of a block, the anchor included", at_least=2, at_most=MOST_POSITIONS)
+    target_layer_ids: tuple[int, ...] = setting((), "target layers whose outputs it reads; default: spread evenly")
+    mask_token: int | str | None = setting(
+        None, "a token's text or an id that no text uses; default: the tokenizer's own mask token"
+    )
+    intermediate_size: int | None = setting(None, "width of the MLP; default: the target's", above=0)
+    num_attention_heads: int | None = setting(None, "query heads; default: the target's", above=0)
+    num_key_value_heads: int | None = setting(None, "key-value heads; default: the target's", above=0)
+    head_dim: int | None = setting(None, "size of a head, even; default: the target's", above=0)
+    rope_theta: float | None = setting(None, "base of the rotary embedding; default: the target's", above=0)
+    seed: int = setting(0, "seed of the new weights", at_least=0, below=2**63)
 
     def __post_init__(self) -> None:
-        _positive(self, "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-        _positive(self, "head_dim", "rope_theta")
-        _seed(self)
+        super().__post_init__()
         require(self.head_dim is None or self.head_dim % 2 == 0, f"head_dim must be even, got {self.head_dim}.")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         require(
@@ -79,58 +75,55 @@ class DrafterShape:
         )
         require(
             not isinstance(self.mask_token, int) or self.mask_token >= 0,
-            f"mask_token must be a token's text or an id from 0 on, got {self.mask_token}.",
+            f"mask_token must be a token's text or an id of at least 0, got {self.mask_token}.",
         )
-        require(self.block_size > 1, f"block_size counts the anchor and must be at least 2, got {self.block_size}.")
         require(
             all(i >= 0 for i in self.target_layer_ids)
             and len(set(self.target_layer_ids)) == len(self.target_layer_ids),
-            f"target_layer_ids must be different layer numbers from 0 on, got {list(self.target_layer_ids)}.",
+            f"target_layer_ids must be different layer numbers of at least 0, got {list(self.target_layer_ids)}.",
         )
 
 
 @dataclass(frozen=True)
-class RunSettings:
-    """Where a run leaves its files, how long it is and what it reports. Counts are in steps.
+class RunSettings(LoopSettings):
+    """Where a run leaves its files, how long it is, how it computes and what it reports."""
 
-    ``steps`` wins over ``epochs``. A step takes the mean gradient of ``batches_per_step`` batches, those of
-    all machines together. On a CPU, ``threads`` of them go side by side. With ``grad_checkpoint`` the backward
-    pass computes each drafter layer again instead of keeping it: less memory, more time. ``evaluate_prompts`` held-out
-    prompts are decoded for up to ``evaluate_tokens`` tokens each. A loss above ``max_loss_spike`` times the recent
-    median stops the run; ``null`` never does. ``peer_timeout`` is how many seconds a machine waits for
-    another, beside twice its own time for the same work and the time to send and write.
-    """
-
-    folder: Path
-    epochs: int = 6
-    steps: int | None = None
-    batches_per_step: int = 1
-    threads: int = 1
-    grad_checkpoint: bool = False
-    log_every: int = 10
-    checkpoint_every: int = 200
-    evaluate_every: int = 1000
-    evaluate_prompts: int = 64
-    evaluate_tokens: int = 256
-    max_loss_spike: float | None = 20.0
-    peer_timeout: float = 30.0
-
-    def __post_init__(self) -> None:
-        _positive(self, "epochs", "steps", "batches_per_step", "threads", "log_every", "checkpoint_every")
-        _positive(self, "evaluate_every", "evaluate_prompts", "evaluate_tokens", "peer_timeout")
-        require(
-            self.max_loss_spike is None or self.max_loss_spike > 1,
-            f"max_loss_spike must be above 1, got {self.max_loss_spike}.",
-        )
+    folder: Path = setting(meaning="where the run leaves its files", kw_only=True)
+    epochs: int = setting(6, "passes over the data, unless steps says the length", above=0)
+    grad_checkpoint: bool = setting(
+        False, "compute each drafter layer again in the backward pass: less memory, more time"
+    )
+    evaluate_prompts: int = setting(64, "heldout prompts that an evaluation decodes", above=0)
+    evaluate_tokens: int = setting(256, "most tokens of each answer in an evaluation", above=0)
+    peer_timeout: float = setting(
+        30.0, "seconds to wait for another machine, beside twice the own time for the same work", above=0
+    )
+    callbacks: tuple[str, ...] = setting((), "callbacks that get every line of the log (register_callback)")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One complete run: a drafter for ``target`` (a folder or a hub name)."""
+class Recipe(Checked):
+    """One complete run: a drafter for ``target``."""
 
-    target: str
-    data: DataSettings
-    run: RunSettings
+    target: str = setting(meaning="the target: a folder or a hub name")
+    data: DataSettings = setting()
+    run: RunSettings = setting()
     drafter: DrafterShape = field(default_factory=DrafterShape)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     optimizer: AdamWSettings | MuonSettings = field(default_factory=AdamWSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.target.strip()), "target is empty; give a folder or a hub name.")
+        require(
+            self.drafter.block_size <= self.data.max_length,
+            f"drafter.block_size {self.drafter.block_size} is more than data.max_length {self.data.max_length}.",
+        )
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; ``overrides`` are settings such as ``"run.steps=100"``, with YAML values.
+
+    Raises :class:`~dflash.training.settings.SettingsError`, naming file and key.
+    """
+    return load_settings(Recipe, Path(path), overrides)

@@ -2,9 +2,10 @@
 
 Knows dataclasses and YAML. Must not know what any setting means.
 
-A dataclass may refuse values that do not go together by raising :class:`SettingsError` in ``__post_init__``;
-the place is put in front. A field that is a union of dataclasses is chosen by their ``kind``, the first
-without one.
+A field made by :func:`setting` says its meaning and its limits; a dataclass that derives from :class:`Checked`
+is checked against them wherever it is made. One whose values must go together says so in ``__post_init__`` by
+:func:`require`. A field that is a union of dataclasses is chosen by their ``kind``, the first without one. A
+field whose name is a word of Python carries an underscore that its key has not: ``from_`` is ``from``.
 """
 
 import dataclasses
@@ -25,20 +26,130 @@ class SettingsError(DFlashError):
     """A recipe names an unknown key, lacks one, or holds a value that cannot be."""
 
 
+# --- declaring ----------------------------------------------------------------------------------------------
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    meaning: str = "",
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    factory: Any = dataclasses.MISSING,
+    kw_only: Any = dataclasses.MISSING,
+) -> Any:
+    """A dataclass field with its meaning and the limits of its value; ``None`` is within all limits."""
+    limits = {"above": above, "at least": at_least, "below": below, "at most": at_most}
+    metadata = {"meaning": meaning, "limits": {words: limit for words, limit in limits.items() if limit is not None}}
+    if factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=factory, metadata=metadata, kw_only=kw_only)
+    return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
+
+
+class Checked:
+    """Base of dataclasses whose values are within the limits of their fields."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, limits = getattr(self, field.name), field.metadata.get("limits", {})
+            if value is not None and limits and not all(_within(value, words, limits[words]) for words in limits):
+                expected = " and ".join(f"{words} {limit}" for words, limit in limits.items())
+                raise SettingsError(f"{key_of(field)} must be {expected}, got {value}.")
+
+
+def _within(value: Any, words: str, limit: float) -> bool:
+    return bool(
+        {"above": value > limit, "at least": value >= limit, "below": value < limit, "at most": value <= limit}[words]
+    )
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise :class:`SettingsError` unless ``condition``; for ``__post_init__``."""
+    if not condition:
+        raise SettingsError(message)
+
+
+def key_of(field: "dataclasses.Field[Any]") -> str:
+    """The key of a field in recipes."""
+    return field.name.removesuffix("_")
+
+
+@dataclasses.dataclass(frozen=True)
+class SettingHelp:
+    """One line of help: the key, what it may be, its default as YAML (``None`` where it must be given)."""
+
+    key: str
+    type: str
+    default: str | None
+    meaning: str
+
+
+def settings_help(cls: type, prefix: str = "") -> list[SettingHelp]:
+    """Every setting of the dataclass ``cls``, those of nested dataclasses by their dotted keys.
+
+    Of a union of dataclasses every member is told, with its ``kind`` first.
+    """
+    lines: list[SettingHelp] = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key, hint = f"{prefix}{key_of(field)}", hints[field.name]
+        nested = [h for h in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(h)]
+        for member in nested:
+            lines += settings_help(typing.cast(type, member), f"{key}.")
+        if not nested:
+            lines.append(SettingHelp(key, _type_name(hint), _default_of(field), field.metadata.get("meaning", "")))
+    return lines
+
+
+def _type_name(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(map(str, arguments))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("null" if a is type(None) else _type_name(a) for a in arguments)
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    names = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", dict: "keys and values"}
+    return names.get(origin or hint, str(hint))
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> str | None:
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return None
+    return yaml.safe_dump(to_dict(value), default_flow_style=True).partition("\n")[0]
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
 def load_settings(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     """Read a YAML file into the dataclass ``cls``; ``overrides`` are ``key.sub=value`` with YAML values.
 
     Raises :class:`SettingsError`, naming file and key.
     """
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except OSError as error:
-        raise SettingsError(f"Cannot read the recipe {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SettingsError(f"Cannot read the recipe {path}: {reason}.") from error
+    return from_yaml(cls, text, str(path), overrides)
+
+
+def from_yaml(cls: type[T], text: str, where: str, overrides: Sequence[str] = ()) -> T:
+    """As :func:`load_settings`, from a text; ``where`` names it in error messages."""
+    try:
+        values = yaml.load(text, _UniqueKeys)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
     for override in overrides:
         _override(values, override)
-    return from_dict(cls, values, str(path))
+    return from_dict(cls, values, where)
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -54,38 +165,65 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def to_dict(settings: Any) -> dict[str, Any]:
+def to_dict(settings: Any) -> Any:
     """Plain data (for JSON and YAML) of which :func:`from_dict` makes the same dataclass again."""
-    return typing.cast("dict[str, Any]", _plain(dataclasses.asdict(settings)))
+    if dataclasses.is_dataclass(settings):
+        return {key_of(field): to_dict(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+    if isinstance(settings, dict):
+        return {key: to_dict(value) for key, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [to_dict(value) for value in settings]
+    return str(settings) if isinstance(settings, Path) else settings
 
 
 def from_dict(cls: type[T], values: Any, where: str) -> T:
     """Build the dataclass ``cls`` from nested dicts; ``where`` names the place in error messages."""
     if not isinstance(values, dict):
         raise SettingsError(f"{where}: expected keys and values, got {values!r}.")
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in fields:
-            raise SettingsError(f"{where}: unknown key {name!r}; {did_you_mean(name, fields)}")
+    fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise SettingsError(f"{where}: unknown key {key!r}; {did_you_mean(key, fields)}")
     missing = [
-        name
-        for name, f in fields.items()
-        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        key
+        for key, field in fields.items()
+        if key not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     if missing:
         raise SettingsError(f"{where}: {', '.join(missing)} missing.")
     hints = typing.get_type_hints(cls)
-    converted = {name: _convert(hints[name], value, f"{where}: {name}") for name, value in values.items()}
+    converted = {
+        fields[key].name: _convert(hints[fields[key].name], value, f"{where}: {key}") for key, value in values.items()
+    }
     try:
         return cls(**converted)
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from error
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise :class:`SettingsError` unless ``condition``; for ``__post_init__``."""
-    if not condition:
-        raise SettingsError(message)
+def with_defaults(cls: type, values: Any) -> Any:
+    """Plain data of an older ``cls``, with the defaults of the keys that it lacks; what is unknown stays."""
+    if not isinstance(values, dict):
+        return values
+    filled, hints = dict(values), typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key, hint = key_of(field), hints[field.name]
+        if key not in filled:
+            if field.default is not dataclasses.MISSING:
+                filled[key] = to_dict(field.default)
+            elif field.default_factory is not dataclasses.MISSING:
+                filled[key] = to_dict(field.default_factory())
+        elif member := _member_for(hint, filled[key]):
+            filled[key] = with_defaults(member, filled[key])
+    return filled
+
+
+def _member_for(hint: Any, value: Any) -> type | None:
+    """The dataclass that ``value`` is plain data of, if ``hint`` is one, or a union that has one of its kind."""
+    members = [m for m in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(m)]
+    kind = value.get("kind") if isinstance(value, dict) else None
+    of_kind = [m for m in members for f in dataclasses.fields(m) if f.name == "kind" and f.default == kind]
+    return typing.cast("type | None", next(iter([*of_kind, *members]), None))
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -154,11 +292,3 @@ def _override(values: Any, override: str) -> None:
     if not isinstance(values, dict):
         raise SettingsError(f"--set {override}: {'.'.join(parents) or 'the recipe'} holds no keys.")
     values[name] = value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, Path) else value

@@ -4,27 +4,33 @@ Knows the order of the stages and where each leaves its files. Must not know how
 line, or any one architecture. A run that was stopped at any moment continues when given again.
 
 The run folder holds ``recipe.json`` (the recipe, a fingerprint of its data), the drafter's ``config.json``,
-what :mod:`~dflash.training.loop.checkpoints` says, and in the end ``drafter/`` in the published format.
+what :mod:`~dflash.training.loop.run_folder` says, and in the end ``drafter/`` in the published format.
 """
 
 import json
 import logging
+import time
 import zlib
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from tqdm import tqdm
 
 from dflash import LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
 from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads
-from dflash.errors import TrainingError
-from dflash.files import exclusive_lock, remove_unfinished, write_json
+from dflash.drafters.protocol import Drafter
+from dflash.errors import TrainingError, one_line
+from dflash.files import exclusive_lock, read_json, remove_unfinished, write_json
+from dflash.progress import progress
 
 from .batches import Batches
+from .callbacks import CALLBACKS, RunInfo, listeners
 from .data.dataset import dataset_fingerprint, open_dataset, read_manifest
+from .data.sequences import Sequences
 from .drafters.init import drafter_config, new_drafter
 from .drafters.loss import Batch, drafter_loss
 from .evaluate import heldout_prompts, measure
@@ -37,44 +43,53 @@ from .features import (
     with_target_pass,
     write_features,
 )
-from .loop.checkpoints import BEST, LOG, STATE
-from .loop.claims import check_same_run
+from .identity import check_same_run, require_same
+from .loop.clock import duration
 from .loop.distributed import Ranks
-from .loop.fit import FitSettings, fit
+from .loop.fit import fit
+from .loop.run import OnLog
+from .loop.run_folder import BEFORE_DECAY, BEST, LOG, RECIPE, STATE
+from .loop.settings import FitSettings, LoopSettings
 from .recipe import Recipe
-from .settings import to_dict
+from .settings import to_dict, with_defaults
 
 logger = logging.getLogger(__name__)
 
-RECIPE, CONFIG, FINISHED = "recipe.json", "config.json", "drafter"
+
+CONFIG, FINISHED = "config.json", "drafter"
 
 _MAY_CHANGE = {
     f"recipe.{name}"
     for name in (
-        *("target", "run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout"),
+        *("target", "run.folder", "run.log_every", "run.checkpoint_every", "run.peer_timeout", "run.callbacks"),
         *("run.max_loss_spike", "run.grad_checkpoint", "data.folder", "data.cached_features"),
+        *("run.steps", "run.epochs"),  # the loop knows whether a run can be made longer
     )
 }
 
 
-def train(recipe: Recipe) -> Path:
+def train(recipe: Recipe, on_log: OnLog | None = None) -> Path:
     """Run a recipe, or what is left of it; returns the folder of the finished drafter.
 
-    Raises :class:`~dflash.errors.DFlashError` for bad data, a run folder of another recipe or process, or a loss that
-    blows up, ``OSError`` where the folder cannot be written to, and ``KeyboardInterrupt`` after Ctrl-C, once
-    the step is saved.
+    ``on_log`` gets every line of the log as a dict; without it they are printed, unless logging shows them.
+
+    Raises :class:`~dflash.errors.DFlashError` for bad data, a run folder of another recipe or process or one that
+    cannot be written to, or a loss that blows up, ``OSError`` for a full disk, and ``KeyboardInterrupt`` after Ctrl-C,
+    once the step is saved.
     """
     keep_freed_memory()
     ranks = Ranks.of_this_run(recipe.run.peer_timeout)
     if ranks.size > 1 and on_cpu():
         set_blas_threads(1)  # processes that share a machine would fight for its cores
-    _require_what_needs_no_target(recipe, ranks)
-    with exclusive_lock(recipe.run.folder) if ranks.is_main else nullcontext():
-        return _train(recipe, ranks)
+    if not ranks.is_main:
+        logging.getLogger("dflash").setLevel(logging.WARNING)  # the first one tells it
+    _check_before_loading(recipe, ranks)
+    with _own(recipe.run.folder, "run.folder") if ranks.is_main else nullcontext():
+        return _train(recipe, ranks, on_log)
 
 
-def _require_what_needs_no_target(recipe: Recipe, ranks: Ranks) -> None:
-    """What would be a pity to find out after a large target has loaded."""
+def _check_before_loading(recipe: Recipe, ranks: Ranks) -> None:
+    """Checks that need no target, so that a mistake fails before minutes of loading."""
     read_manifest(recipe.data.folder)
     if recipe.data.cached_features is not None:
         require_features(recipe.data.cached_features)
@@ -84,25 +99,85 @@ def _require_what_needs_no_target(recipe: Recipe, ranks: Ranks) -> None:
             f"run.batches_per_step {recipe.run.batches_per_step} cannot be shared evenly by {ranks.size} processes; "
             f"make it a multiple of {ranks.size}."
         )
+    for name in recipe.run.callbacks:
+        CALLBACKS.get(name)
+    if ranks.is_main and (recipe.run.folder / RECIPE).is_file():
+        before = _recorded(recipe.run.folder)
+        require_same(recipe.run.folder, before, {"recipe": to_dict(recipe)}, {*_MAY_CHANGE, "dataset"})
 
 
-def _train(recipe: Recipe, ranks: Ranks) -> Path:
+def _recorded(folder: Path) -> dict[str, Any]:
+    """What the run in ``folder`` was started with; settings that are newer than it have their defaults."""
+    recorded = read_json(folder / RECIPE)
+    return recorded | {"recipe": with_defaults(Recipe, recorded.get("recipe"))}
+
+
+@contextmanager
+def _own(folder: Path, key: str) -> Iterator[None]:
+    """Keep other processes out of the folder that the recipe names as ``key``."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive_lock(folder))
+        except OSError as error:
+            reason = error.strerror or one_line(error)
+            raise TrainingError(f"Cannot write to {key} {folder}: {reason}. Set {key} to another folder.") from error
+        yield
+
+
+def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
     batches = Batches(sequences, recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe))
     settings = fit_settings(recipe, batches, target)
-    prompts = _prompts(recipe, target)
+    prompts = list(ranks.shard(_prompts(recipe, target)))
     drafter = new_drafter(recipe.drafter, target)
-    layer_ids, with_hidden = drafter.target_layer_ids, recipe.objective.needs_target_logits
-    if recipe.data.cached_features is None:
-        with_features = with_target_pass(batches, target, layer_ids, with_hidden)
-    else:
-        wanted = describe(recipe.data, sequences, target, layer_ids, with_hidden)
-        with_features = with_cached_features(batches, CachedFeatures(recipe.data.cached_features, wanted))
+    batch = _with_features(recipe, batches, target, drafter.target_layer_ids, sequences)
 
     folder = recipe.run.folder
     identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(sequences)}
     ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
+    _announce(settings, batches, ranks)
+
+    def evaluate() -> dict[str, Any]:
+        bar = progress(prompts, "evaluate", show=ranks.is_main)
+        return ranks.all_reduce_sum(measure(target, drafter, bar, recipe.run.evaluate_tokens)).results()
+
+    dtype = drafter_dtype(target)
+
+    def loss(model: Any, batch: Batch) -> mx.array:
+        checkpointed = recipe.run.grad_checkpoint
+        return drafter_loss(model, batch, recipe.objective, target.head, dtype=dtype, grad_checkpoint=checkpointed)
+
+    listening: list[OnLog] = []
+    if ranks.is_main:
+        _begin(folder, identity, drafter.config.to_dict())
+        listening = listeners(recipe.run.callbacks, RunInfo(folder, identity["recipe"]), on_log)
+        if not (folder / STATE).exists():
+            _tell_evaluation_time(target, drafter, prompts, recipe)
+    fit(
+        drafter,
+        batch,
+        loss,
+        settings,
+        folder,
+        evaluate,
+        score="acceptance_length",
+        name_batch=batches.name,
+        ranks=ranks,
+        identity=identity,
+        on_log=listening,
+    )
+    finished = folder / FINISHED
+    if ranks.is_main:
+        export(folder, finished, best=(folder / BEST).exists())
+        logger.info("The drafter is in %s.", finished)
+    return finished
+
+
+def _announce(settings: FitSettings, batches: Batches, ranks: Ranks) -> None:
+    """Say what the run consists of, and what is unlikely to be meant."""
+    if warning := settings.optimizer.warning(settings.steps):
+        logger.warning("%s", warning)
     logger.info(
         "%d sequences, %d batches, %d steps on %s, %d process(es).",
         len(batches.sequences),
@@ -112,54 +187,63 @@ def _train(recipe: Recipe, ranks: Ranks) -> Path:
         ranks.size,
     )
 
-    def evaluate() -> dict[str, Any]:
-        bar = tqdm(ranks.shard(prompts), "evaluate", leave=False, disable=None if ranks.is_main else True)
-        return ranks.all_reduce_sum(measure(target, drafter, bar, recipe.run.evaluate_tokens)).results()
 
-    def loss(model: Any, batch: Batch) -> mx.array:
-        checkpointed = recipe.run.grad_checkpoint
-        return drafter_loss(
-            model, batch, recipe.objective, target.head, dtype=drafter_dtype(target), grad_checkpoint=checkpointed
-        )
+def _begin(folder: Path, identity: dict[str, Any], config: dict[str, Any]) -> None:
+    """Make ``folder`` this run's: refuse another run's, remove what killed processes left, write the config."""
+    for name in (CONFIG, STATE, BEFORE_DECAY, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
+        remove_unfinished(folder / name)
+    if (folder / RECIPE).exists():
+        require_same(folder, _recorded(folder), identity, _MAY_CHANGE)
+        write_json(folder / RECIPE, identity)
+    check_same_run(folder / RECIPE, identity)
+    write_json(folder / CONFIG, config)
 
-    finished = folder / FINISHED
-    if ranks.is_main:
-        for name in (CONFIG, STATE, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
-            remove_unfinished(folder / name)
-        check_same_run(folder / RECIPE, identity, _MAY_CHANGE)
-        write_json(folder / CONFIG, drafter.config.to_dict())
-    fit(
-        drafter,
-        with_features,
-        loss,
-        settings,
-        folder,
-        evaluate,
-        score="acceptance_length",
-        name_batch=batches.name,
-        ranks=ranks,
+
+def _tell_evaluation_time(
+    target: LoadedTargetModel, drafter: Drafter, prompts: list[list[int]], recipe: Recipe
+) -> None:
+    """Log how long an evaluation takes at most: a pass for every token, as with a drafter that is never right."""
+    if not prompts or recipe.run.evaluate_tokens < 4:
+        return
+    begin = time.perf_counter()
+    blocks = measure(target, drafter, prompts[:1], 4).blocks
+    seconds = (time.perf_counter() - begin) / (blocks + 1) * len(prompts) * recipe.run.evaluate_tokens
+    logger.info(
+        "An evaluation decodes %d prompts of up to %d tokens: at most about %s, less as the drafter improves.",
+        *(len(prompts), recipe.run.evaluate_tokens, duration(seconds)),
     )
-    if ranks.is_main:
-        export(folder, finished, best=(folder / BEST).exists())
-        logger.info("The drafter is in %s.", finished)
-    return finished
+
+
+def _with_features(
+    recipe: Recipe,
+    batches: Batches,
+    target: LoadedTargetModel,
+    layer_ids: tuple[int, ...],
+    sequences: Sequences,
+) -> Callable[[int], Batch]:
+    """Batches with the target's features, computed or read from the disk."""
+    with_hidden = recipe.objective.needs_target_logits
+    if recipe.data.cached_features is None:
+        return with_target_pass(batches, target, layer_ids, with_hidden)
+    wanted = describe(recipe.data, sequences, target, layer_ids, with_hidden)
+    return with_cached_features(batches, CachedFeatures(recipe.data.cached_features, wanted))
 
 
 def cache_features(recipe: Recipe) -> Path:
     """Compute the features that a recipe trains on, or what is left of them, into its ``data.cached_features``.
 
-    Raises :class:`~dflash.errors.DFlashError` if the recipe names no folder, for bad data, for a folder of other
-    features or that another process is writing to, and for a disk without room; ``OSError`` if it takes nothing.
+    Raises :class:`~dflash.errors.DFlashError` if the recipe names no folder or one that cannot be written to, for bad
+    data, for a folder of other features or that another process is writing to, and for a disk without room.
     """
     folder = recipe.data.cached_features
     if folder is None:
-        raise TrainingError("The recipe does not say where to: set data.cached_features to a folder.")
+        raise TrainingError("The recipe does not say where the features go: set data.cached_features to a folder.")
     keep_freed_memory()
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
     layer_ids = drafter_config(recipe.drafter, target).target_layer_ids
     wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.needs_target_logits)
-    with exclusive_lock(folder):
+    with _own(folder, "data.cached_features"):
         write_features(folder, recipe.data, sequences, target, wanted)
     return folder
 
@@ -183,16 +267,8 @@ def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel) ->
         )
     if run.threads > 1 and isinstance(target.adapter, GenericAdapter):
         raise TrainingError("run.threads must be 1 for this target: its head is found by the generic adapter.")
-    return FitSettings(
-        steps=steps,
-        batches_per_step=run.batches_per_step,
-        threads=run.threads,
-        log_every=run.log_every,
-        checkpoint_every=run.checkpoint_every,
-        evaluate_every=run.evaluate_every,
-        max_loss_spike=run.max_loss_spike,
-        optimizer=recipe.optimizer,
-    )
+    shared = {field.name: getattr(run, field.name) for field in fields(LoopSettings)}
+    return FitSettings(**(shared | {"steps": steps}), optimizer=recipe.optimizer)
 
 
 def drafter_dtype(target: LoadedTargetModel) -> mx.Dtype:
@@ -205,6 +281,12 @@ def drafter_dtype(target: LoadedTargetModel) -> mx.Dtype:
 
 
 def _prompts(recipe: Recipe, target: LoadedTargetModel) -> list[list[int]]:
-    longest = None if target.max_length is None else target.max_length - recipe.run.evaluate_tokens
+    tokens = recipe.run.evaluate_tokens
+    if target.max_length is not None and tokens >= target.max_length:
+        raise TrainingError(
+            f"run.evaluate_tokens {tokens} leaves no room for a prompt: the target takes {target.max_length} tokens in "
+            "all. Lower run.evaluate_tokens."
+        )
+    longest = None if target.max_length is None else target.max_length - tokens
     heldout = open_dataset(recipe.data.folder, "heldout", target)
     return heldout_prompts(heldout, recipe.run.evaluate_prompts, longest)

@@ -1,10 +1,10 @@
-"""Data parallel training: which share of a step is this process's, and what the processes tell each other.
+"""Data parallel training: which batches of a step are this process's, and what the processes tell each other.
 
 Knows ``mx.distributed`` (started by ``mlx.launch``). Must not know models or losses. One process alone is a
 group of one, and nothing is sent.
 
 A process that dies ends the others. The ring backend raises an error when a connection is closed; other
-backends, and the ring where a machine just falls silent, wait for ever. So every exchange has a time limit: since the
+backends, and the ring where a machine just falls silent, wait forever. So every exchange has a time limit: since the
 processes do equal work, ``timeout`` seconds, twice this process's own time since the exchange before, and what a slow
 disk or link needs for rank 0's files and what is sent. Past that the process ends itself, for nothing can wake a
 thread that waits in MLX: such a run goes on from its last regular checkpoint.
@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash.errors import TrainingError
+from dflash.errors import TrainingError, one_line
 from dflash.files import flat
 
 from ..evaluate import Acceptance
@@ -32,11 +32,14 @@ T = TypeVar("T")
 _SLOW = 50e6
 """Bytes a second that a disk, or a link between machines, is expected to move at least."""
 
-_LOST = "Another process of this run has died or cannot be reached. Give the same command to go on from the checkpoint."
+LOST = (
+    "Another process of this run has died or cannot be reached. "
+    "Give the same command again to continue from the last checkpoint."
+)
 
 
 class PeerLostError(TrainingError):
-    """Another process of the run does not answer any more."""
+    """Another process of the run no longer answers."""
 
 
 class Ranks:
@@ -128,7 +131,7 @@ class Ranks:
             with time_limit(limit, lambda: _leave(limit)):
                 yield
         except RuntimeError as error:
-            raise PeerLostError(f"{_LOST} ({str(error).splitlines()[0]})") from error
+            raise PeerLostError(f"{LOST} ({one_line(error)})") from error
         finally:
             self._last, self._allowed = time.monotonic(), 0.0
 
@@ -146,6 +149,6 @@ def time_limit(seconds: float, late: Callable[[], object]) -> Iterator[None]:
 
 
 def _leave(waited: float) -> None:
-    hint = "run.peer_timeout allows more"
-    print(f"error: {_LOST} (no answer for {waited:.0f} seconds; {hint})", file=sys.stderr, flush=True)
+    reason = f"There was no answer for {waited:.0f} seconds; run.peer_timeout allows more."
+    print(f"error: {LOST} {reason}", file=sys.stderr, flush=True)
     os._exit(1)

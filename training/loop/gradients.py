@@ -41,6 +41,13 @@ class MeanGradient:
             ready, turn = threading.Barrier(threads), threading.Lock()
             list(self.pool.map(lambda _: _start_thread(turn, ready), range(threads)))
 
+    def __enter__(self) -> "MeanGradient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+
     def __call__(self, parameters: Any, batches: Iterator[Batch]) -> tuple[list[float], Any]:
         """The loss of each batch and the mean gradients at ``parameters``; batches are made wave by wave."""
         losses: list[float] = []

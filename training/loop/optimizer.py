@@ -1,7 +1,6 @@
 """Two ways to turn gradients into new weights: AdamW as published for DFlash, and Muon beside AdamW.
 
-Knows parameters by their names and shapes, and how each way's learning rate runs over the steps. Must not
-know losses or data.
+Knows parameters by their names and shapes, and the learning-rate schedules. Must not know losses or data.
 
 Muon (Jordan et al. 2024) orthogonalises each momentum matrix by a few Newton-Schulz steps. The update then
 has the same size whatever the gradient's, so with small batches the learning rate alone sets how much noise
@@ -9,6 +8,7 @@ stays in the weights: on batches of 4,000 tokens the target stopped improving at
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,92 +17,105 @@ import mlx.optimizers as optim
 
 from dflash.files import flat, nested
 
-from ..settings import require
+from ..settings import Checked, setting
+
+Schedule = Callable[[mx.array], mx.array]
+"""From the number of steps done to the learning rate of the next one."""
 
 
-@dataclass(frozen=True)
-class AdamWSettings:
-    """AdamW for everything; the defaults are those published for DFlash drafters.
+def rise(peak: float, warmup_steps: int) -> Schedule:
+    """Linear warm-up: ``peak / (warmup_steps + 1)`` at first, ``peak`` from step ``warmup_steps`` on."""
+    climb = optim.linear_schedule(0.0, peak, warmup_steps + 1)
+    return lambda step: climb(step + 1)
 
-    ``warmup`` is the share of all steps in which the learning rate rises to its peak; a cosine to 0 follows.
+
+def warmup_cosine(peak: float, warmup_steps: int, steps: int) -> Schedule:
+    """Linear warm-up, then a cosine that would reach 0 at ``steps``."""
+    cosine = optim.cosine_decay(peak, max(1, steps - warmup_steps))
+    return optim.join_schedules([rise(peak, warmup_steps), cosine], [warmup_steps])
+
+
+def warmup_stable_decay(peak: float, warmup_steps: int, decay_steps: int, steps: int) -> Schedule:
+    """The WSD schedule: linear warm-up, flat, and in the last ``decay_steps`` a line that would reach 0 at ``steps``.
+
+    Where the two slopes meet there is no flat part, and ``peak`` is never reached.
+    """
+    up, down = rise(peak, warmup_steps), optim.linear_schedule(0.0, peak, decay_steps + 1)
+    return lambda step: mx.minimum(up(step), down(steps - step))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWSettings(Checked):
+    """AdamW for everything; the defaults are those published for DFlash drafters."""
+
+    kind: Literal["adamw"] = setting("adamw", "AdamW with a linear warm-up and a cosine to 0")
+    learning_rate: float = setting(6e-4, "peak of the learning rate", above=0)
+    weight_decay: float = setting(0.01, "decoupled weight decay", at_least=0)
+    warmup: float = setting(0.04, "the part of all steps in which the learning rate rises", at_least=0, below=1)
+    clip: float = setting(1.0, "gradients of a greater norm are scaled down to it", above=0)
+
+    def build(self, steps: int) -> optim.Optimizer:
+        """The optimiser with its schedule over ``steps``."""
+        rate = warmup_cosine(self.learning_rate, math.ceil(self.warmup * steps), steps)
+        return optim.AdamW(learning_rate=rate, weight_decay=self.weight_decay, bias_correction=True)
+
+    def decay_begins(self, steps: int) -> int:
+        """Steps after which the schedule depends on ``steps``: from the first on."""
+        return 0
+
+    def warning(self, steps: int) -> str | None:
+        """What is wrong with these settings in a run of ``steps``: nothing."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSettings(Checked):
+    """Muon for the matrices inside the network, AdamW for everything else, both with a WSD schedule.
+
+    After ``fast_steps`` (if any) both rates are multiplied by ``settled``: the peak learns the form of
+    the answers quickly, but its noise hides what takes finer steps. The flat middle lets a run be made longer
+    without repeating its beginning.
     """
 
-    kind: Literal["adamw"] = "adamw"
-    learning_rate: float = 6e-4
-    weight_decay: float = 0.01
-    warmup: float = 0.04
-    clip: float = 1.0
+    kind: Literal["muon"] = setting("muon", "Muon for inner matrices, AdamW for the rest; WSD schedule")
+    matrix_learning_rate: float = setting(0.02, "peak of Muon's learning rate", above=0)
+    learning_rate: float = setting(3e-3, "peak of AdamW's learning rate", above=0)
+    weight_decay: float = setting(0.0, "decoupled weight decay of AdamW's part", at_least=0)
+    warmup_steps: int = setting(20, "steps in which the learning rates rise", at_least=0)
+    decay_steps: int = setting(200, "last steps, in which the learning rates fall to 0", at_least=0)
+    fast_steps: int | None = setting(None, "steps after which both rates are multiplied by settled", at_least=0)
+    settled: float = setting(1.0, "factor of both rates after fast_steps", above=0)
+    clip: float = setting(1.0, "gradients of a greater norm are scaled down to it", above=0)
 
-    def __post_init__(self) -> None:
-        require(self.learning_rate > 0, f"learning_rate must be above 0, got {self.learning_rate}.")
-        require(self.weight_decay >= 0, f"weight_decay must be at least 0, got {self.weight_decay}.")
-        require(0 <= self.warmup < 1, f"warmup is a share of all steps, from 0 to below 1, got {self.warmup}.")
-        require(self.clip > 0, f"clip must be above 0, got {self.clip}.")
-
-    def lr_scale(self, step: int, steps: int) -> float:
-        """Share of the peak learning rate at ``step`` of ``steps``."""
-        warmup = math.ceil(self.warmup * steps)
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
-
-    def build(self) -> optim.Optimizer:
-        """The optimiser at its peak learning rate."""
-        return optim.AdamW(self.learning_rate, weight_decay=self.weight_decay, bias_correction=True)
-
-    def set_lr_scale(self, optimizer: Any, lr_scale: float) -> None:
-        """Let the next update run at ``lr_scale`` of the peak learning rate."""
-        optimizer.learning_rate = self.learning_rate * lr_scale
-
-
-@dataclass(frozen=True)
-class MuonSettings:
-    """Muon for the matrices inside the network, AdamW for everything else.
-
-    Learning rates are peaks: a linear warm-up of ``warmup_steps``, then flat, then ``decay_steps`` down to 0.
-    After ``fast_steps`` (if any) the flat part goes on at ``settled`` of the peak: the peak learns the form of
-    the answers quickly, but its noise hides what takes finer steps. A flat middle lets a run be made longer
-    without doing its beginning again.
-    """
-
-    kind: Literal["muon"] = "muon"
-    matrix_learning_rate: float = 0.02
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.0
-    warmup_steps: int = 20
-    decay_steps: int = 200
-    fast_steps: int | None = None
-    settled: float = 1.0
-    clip: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("matrix_learning_rate", "learning_rate", "settled", "clip"):
-            require(getattr(self, name) > 0, f"{name} must be above 0, got {getattr(self, name)}.")
-        for name in ("weight_decay", "warmup_steps", "decay_steps"):
-            require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}.")
-
-    def lr_scale(self, step: int, steps: int) -> float:
-        """Share of the peak learning rates at ``step`` of ``steps``."""
-        up = (step + 1) / (self.warmup_steps + 1)
-        down = (steps - step) / (self.decay_steps + 1)
-        fast = self.fast_steps is None or step < self.fast_steps
-        return (1.0 if fast else self.settled) * min(1.0, up, down)
-
-    def build(self) -> optim.Optimizer:
-        """Both optimisers at their peak learning rates."""
-        return optim.MultiOptimizer(
-            [
-                optim.Muon(self.matrix_learning_rate, momentum=0.95, weight_decay=0.0),
-                optim.AdamW(self.learning_rate, betas=[0.9, 0.98], weight_decay=self.weight_decay),
-            ],
-            [is_inner_matrix],
+    def build(self, steps: int) -> optim.Optimizer:
+        """Both optimisers with their schedules over ``steps``."""
+        matrices = optim.Muon(
+            learning_rate=self._schedule(self.matrix_learning_rate, steps), momentum=0.95, weight_decay=0.0
         )
+        others = optim.AdamW(
+            learning_rate=self._schedule(self.learning_rate, steps), betas=[0.9, 0.98], weight_decay=self.weight_decay
+        )
+        return optim.MultiOptimizer([matrices, others], [is_inner_matrix])
 
-    def set_lr_scale(self, optimizer: Any, lr_scale: float) -> None:
-        """Let the next update run at ``lr_scale`` of the peak learning rates."""
-        peaks = (self.matrix_learning_rate, self.learning_rate)
-        for part, peak in zip(optimizer.optimizers, peaks, strict=True):
-            part.learning_rate = peak * lr_scale
+    def _schedule(self, peak: float, steps: int) -> Schedule:
+        wsd = warmup_stable_decay(peak, self.warmup_steps, self.decay_steps, steps)
+        if self.fast_steps is None:
+            return wsd
+        fast, settled = self.fast_steps, self.settled
+        return lambda step: mx.where(step < fast, 1.0, settled) * wsd(step)
+
+    def decay_begins(self, steps: int) -> int:
+        """Steps after which the schedule depends on ``steps``; before it a longer run makes the same steps."""
+        return max(0, steps - self.decay_steps)
+
+    def warning(self, steps: int) -> str | None:
+        """What is wrong with these settings in a run of ``steps``, if anything."""
+        if self.warmup_steps + self.decay_steps <= steps:
+            return None
+        return (
+            f"optimizer.warmup_steps {self.warmup_steps} and optimizer.decay_steps {self.decay_steps} are more than "
+            f"the {steps} steps of this run, so the learning rate never reaches its peak. Lower them, or train longer."
+        )
 
 
 OptimizerSettings = AdamWSettings | MuonSettings
@@ -115,18 +128,27 @@ def is_inner_matrix(name: str, value: mx.array) -> bool:
 
 
 class Optimizer:
-    """An optimiser whose whole state is a flat dict of arrays."""
+    """An optimiser over ``steps`` whose whole state is a flat dict of arrays."""
 
-    def __init__(self, parameters: dict[str, Any], settings: OptimizerSettings):
+    def __init__(self, parameters: dict[str, Any], settings: OptimizerSettings, steps: int):
         self.settings = settings
-        self.inner = settings.build()
+        self.inner = settings.build(steps)
         self.inner.init(parameters)
 
-    def update(self, parameters: dict[str, Any], gradients: dict[str, Any], lr_scale: float) -> tuple[Any, mx.array]:
-        """New parameters after one step at ``lr_scale`` of the peak rates, and the norm of the gradients."""
-        self.settings.set_lr_scale(self.inner, lr_scale)
+    def update(self, parameters: dict[str, Any], gradients: dict[str, Any]) -> tuple[Any, mx.array]:
+        """New parameters after one step, and the norm of the gradients before clipping."""
         clipped, norm = optim.clip_grad_norm(gradients, self.settings.clip)
         return self.inner.apply_gradients(clipped, parameters), norm
+
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rates of the last step, by their names in the settings."""
+        if isinstance(self.inner, optim.MultiOptimizer):
+            matrices, others = self.inner.optimizers
+            return {
+                "learning_rate": float(others.learning_rate),
+                "matrix_learning_rate": float(matrices.learning_rate),
+            }
+        return {"learning_rate": float(self.inner.learning_rate)}
 
     @property
     def state(self) -> dict[str, mx.array]:

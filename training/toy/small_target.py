@@ -22,7 +22,7 @@ from dflash.files import exclusive_lock
 
 from ..data.responses import generate_responses
 from ..data.sequences import Sequences
-from ..loop.claims import check_same_run
+from ..identity import check_same_run
 from ..loop.fit import fit
 from ..settings import load_settings, to_dict
 from .target import (

@@ -24,7 +24,7 @@ from dflash.errors import did_you_mean
 from dflash.files import flat, write_arrays, write_json
 
 from ..data.sequences import Ints, Sequences, pad_batch, plan_batches
-from ..loop.fit import FitSettings
+from ..loop.settings import FitSettings
 from ..settings import SettingsError, require
 from .quick_forward import FAMILIES, hidden_states
 

@@ -1,0 +1,46 @@
+"""Which sequences and anchors are in which batch."""
+
+import re
+
+import mlx.core as mx
+import pytest
+
+import dflash  # noqa: F401  (loads a fast BLAS before MLX)
+from dflash.errors import TrainingError
+from dflash.training.batches import Batches, anchor_counts, trainable
+from dflash.training.data.sequences import Sequences
+from dflash.training.recipe import DataSettings
+from dflash.training.train import open_dataset
+
+
+def test_sequences_that_cannot_be_trained_on_are_left_out_and_counted(caplog):
+    sequences = Sequences.from_lists([[1], [1, 2], [1], [3]], [[5, 6], [7], [5] * 30, [8, 9, 9]])
+    assert anchor_counts(sequences).tolist() == [1, 0, 29, 2]
+    kept, numbers = trainable(sequences, max_length=20)
+    assert numbers.tolist() == [0, 3]
+    assert kept.tokens.tolist() == [1, 5, 6, 3, 8, 9, 9]
+    assert "1 of more than max_length 20 tokens, 1 without two response tokens" in caplog.text
+
+
+@pytest.mark.parametrize(("answers", "message"), [([[], [4]], "2 without two response"), ([[4] * 40] * 2, "2 of more")])
+def test_data_of_which_nothing_can_be_used_is_an_error(answers, message):
+    with pytest.raises(TrainingError, match=message):
+        trainable(Sequences.from_lists([[1], [2]], answers), max_length=20)
+
+
+def test_every_epoch_has_every_sequence_once_and_other_anchors(folder):
+    sequences = open_dataset(folder / "data", "train", None)
+    batches = Batches(sequences, DataSettings(folder, 40, 80, 2), epochs=2)
+    seen = [int(n) for i in range(len(batches)) for n in re.findall(r"\d+", batches.name(i).split("sequences")[1])]
+    assert sorted(seen) == sorted([*range(24), *range(24)])
+    assert mx.array_equal(batches(3)[2], batches(3)[2])
+
+
+def test_a_batch_has_no_more_blocks_than_asked_for_but_one_a_sequence(folder):
+    sequences = open_dataset(folder / "data", "train", None)
+    for limit in (1, 7, 30):
+        batches = Batches(sequences, DataSettings(folder, 40, 80, anchors=9, max_blocks_per_batch=limit), epochs=1)
+        for i in range(len(batches)):
+            sequences_in, per_sequence = batches(i)[2].shape
+            assert sequences_in * per_sequence <= max(limit, sequences_in)
+            assert per_sequence <= 9

@@ -1,0 +1,56 @@
+"""From a run to the published format, and to the hub when asked."""
+
+import pytest
+from support.cli import invoke
+from support.runs import result
+
+import dflash  # noqa: F401  (loads a fast BLAS before MLX)
+from dflash.errors import DFlashError
+from dflash.training import export
+
+
+def test_export_writes_best_or_last_and_refuses_what_is_no_run(undisturbed, tmp_path):
+    assert invoke("export", undisturbed, tmp_path / "best").exit_code == 0
+    assert (tmp_path / "best" / "model.safetensors").read_bytes() == result(undisturbed)[0]
+    assert invoke("export", undisturbed, tmp_path / "last", "--last").exit_code == 0
+    assert "not evaluated" in (tmp_path / "last" / "README.md").read_text()
+    (tmp_path / "last" / "recipe.json").write_text("{}")
+    (tmp_path / "file").write_text("")
+    for wrong, out in [*((tmp_path / name, "x") for name in (".", "best", "last")), (undisturbed, "file")]:
+        answer = invoke("export", wrong, tmp_path / out)
+        assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
+
+
+def test_export_overwrites_a_drafter_and_nothing_else(undisturbed, tmp_path):
+    for _ in range(2):
+        assert invoke("export", undisturbed, tmp_path).exit_code == 0
+    (tmp_path / "mine.txt").write_text("")
+    answer = invoke("export", undisturbed, tmp_path)
+    assert answer.exit_code == 1
+    assert "holds other files, such as 'mine.txt'; choose a new folder, or remove them." in answer.stderr
+
+
+def test_nothing_is_pushed_without_being_asked_and_a_refusal_is_one_line(undisturbed, tmp_path, monkeypatch):
+    calls, refused = [], RuntimeError("401 Unauthorized\nlong text")
+
+    class Hub:
+        def create_repo(self, name, exist_ok):
+            calls.append(name)
+            if refused:
+                raise refused
+            return f"https://hub/{name}"
+
+        def upload_folder(self, repo_id, folder_path, allow_patterns):
+            calls.append((repo_id, folder_path, sorted(allow_patterns)))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert invoke("export", undisturbed, tmp_path / "a").exit_code == 0
+    assert not calls
+    answer = invoke("export", undisturbed, tmp_path / "a", "--push", "me/it")
+    assert calls == ["me/it"]
+    assert answer.stderr == "error: The hub did not take 'me/it': 401 Unauthorized\n"
+    refused = None
+    assert invoke("export", undisturbed, tmp_path / "a", "--push", "me/it").stdout.strip() == "https://hub/me/it"
+    assert calls[-1] == ("me/it", str(tmp_path / "a"), sorted(export.EXPORTED))
+    with pytest.raises(DFlashError, match="holds no drafter"):
+        export.push(tmp_path / "nothing", "me/it")

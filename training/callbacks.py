@@ -1,0 +1,61 @@
+"""What listens to a run: every line of its log, as it is written.
+
+Knows names and log lines. Must not know how a run is made.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash.registry import Registry
+
+from .loop.run import OnLog
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a callback may know of the run that it listens to: its folder and its recipe as plain data."""
+
+    folder: Path
+    recipe: dict[str, Any]
+
+
+Callback = Callable[[RunInfo], OnLog]
+"""Called once when a run starts or continues; what it returns gets every line of the log."""
+
+CALLBACKS: Registry[Callback] = Registry("callback", "dflash.callbacks")
+
+
+def register_callback(name: str) -> Callable[[Callback], Callback]:
+    """Decorator: recipes name the decorated function in ``run.callbacks``.
+
+    The function takes a :class:`RunInfo` and returns a function of one log line: a dict with ``step``, ``time``,
+    ``seconds``, ``peak_memory_gb`` and, for a report, ``loss``, ``grad_norm``, ``learning_rate`` and
+    ``tokens_per_s``; for an evaluation, what it found. Should it raise, the run continues without it. Only the
+    first of several machines calls it. Other packages may announce theirs under the entry-point group
+    ``dflash.callbacks``.
+    """
+    return CALLBACKS.register(name)
+
+
+def listeners(names: Sequence[str], run: RunInfo, on_log: OnLog | None) -> list[OnLog]:
+    """The callbacks of a recipe, ready for their run, and ``on_log``; by default lines are printed.
+
+    Nothing is printed where the log already shows them. Raises :class:`~dflash.errors.DFlashError` for an unknown name.
+    """
+    made = [CALLBACKS.get(name)(run) for name in names]
+    if on_log is not None:
+        made.append(on_log)
+    elif not logging.getLogger("dflash").isEnabledFor(logging.INFO):
+        made.append(print_line)
+    return made
+
+
+def print_line(line: dict[str, Any]) -> None:
+    """Print a log line to standard error, without its time."""
+    print(" ".join(f"{name} {value}" for name, value in line.items() if name != "time"), file=sys.stderr, flush=True)

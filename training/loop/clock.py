@@ -1,0 +1,103 @@
+"""How fast a run is, how long it still takes, and the bar that says so.
+
+Knows time, tokens and memory. Must not know what is trained.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+import mlx.core as mx
+from tqdm.auto import tqdm
+
+from .gradients import Batch
+
+
+class Clock:
+    """Speed between reports and the time left; ``seconds_before`` were spent before this process began."""
+
+    def __init__(self, seconds_before: float, steps_left: int, evaluations_left: int):
+        self.begun = time.perf_counter() - seconds_before
+        self.steps_left, self.evaluations_left = steps_left, evaluations_left
+        self._step_seconds: float | None = None
+        self._evaluation_seconds: float | None = None
+        self._last_report = self._last_step = time.perf_counter()
+        self._tokens = 0
+        mx.reset_peak_memory()
+
+    def counted(self, arrays: Batch) -> Batch:
+        """``arrays``, whose first holds tokens, counted."""
+        self._tokens += arrays[0].size
+        return arrays
+
+    def tokens_per_second(self) -> float:
+        """Speed since the last call, without evaluations."""
+        now = time.perf_counter()
+        speed = self._tokens / (now - self._last_report)
+        self._last_report, self._tokens = now, 0
+        return speed
+
+    def measure(self, try_out: Callable[[], float]) -> tuple[float, float]:
+        """Seconds of a step and its peak memory in GB, from a trial that is the returned part of one."""
+        begin = time.perf_counter()
+        part = try_out()
+        self._step_seconds = (time.perf_counter() - begin) / part
+        self._last_report = self._last_step = time.perf_counter()
+        return self._step_seconds, mx.get_peak_memory() / 1e9
+
+    def step_done(self) -> None:
+        """Count one step; what a step takes is a mean that forgets."""
+        now = time.perf_counter()
+        seconds, self._last_step = now - self._last_step, now
+        known = self._step_seconds
+        self._step_seconds = seconds if known is None else 0.9 * known + 0.1 * seconds
+        self.steps_left -= 1
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Time an evaluation apart from the steps."""
+        begin = time.perf_counter()
+        yield
+        self._evaluation_seconds = time.perf_counter() - begin
+        self._last_report += self._evaluation_seconds
+        self._last_step += self._evaluation_seconds
+        self.evaluations_left -= 1
+
+    def left(self) -> str:
+        """The time that steps and evaluations still take, as far as it is known."""
+        if self._step_seconds is None:
+            return "an unknown time"
+        evaluations = max(0, self.evaluations_left) * (self._evaluation_seconds or 0.0)
+        return duration(self.steps_left * self._step_seconds + evaluations)
+
+    def stamps(self) -> dict[str, Any]:
+        """What every line of the log says of time and memory."""
+        return {
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "seconds": time.perf_counter() - self.begun,
+            "peak_memory_gb": mx.get_peak_memory() / 1e9,
+        }
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` as people say it: ``45 s``, ``12 min``, ``3 h 20 min``."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def step_bar(begun: int, steps: int, name: str, *, show: bool, note: Callable[[], str]) -> Iterator[int]:
+    """The numbers of the steps, with a bar on a terminal or in a notebook; elsewhere the log's lines are enough."""
+    if not show or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        yield from range(begun, steps)
+        return
+    layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+    with tqdm(total=steps, initial=begun, desc=name, bar_format=layout) as bar:
+        for step in range(begun, steps):
+            yield step
+            bar.set_postfix_str(note(), refresh=False)
+            bar.update()

@@ -1,0 +1,227 @@
+"""What a run continues from and what it leaves behind: checkpoints, evaluations, the log, the time left.
+
+Knows when each is due and who writes it. Must not know how a step is made.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from dflash.errors import CheckpointError, TrainingError
+from dflash.files import flat, nested
+
+from ..identity import check_same_run
+from .clock import Clock, duration
+from .distributed import Ranks
+from .optimizer import Optimizer
+from .run_folder import (
+    BEFORE_DECAY,
+    RECIPE,
+    STATE,
+    Best,
+    Progress,
+    drop_best_after,
+    load_checkpoint,
+    read_log,
+    read_progress,
+    save_checkpoint,
+    truncate_log,
+    write_log,
+)
+from .settings import FitSettings
+
+logger = logging.getLogger(__name__)
+
+Evaluate = Callable[[], dict[str, Any]]
+OnLog = Callable[[dict[str, Any]], object]
+"""Called with every line of ``log.jsonl`` when it is written."""
+
+RECENT = 64
+"""The losses whose median a new one is measured by."""
+
+ADVICE = (
+    "The last checkpoint is from before this step. "
+    "Start again with a lower learning rate, or remove these sequences from the data."
+)
+
+
+class Run:
+    """What a run continues from and leaves in its folder: checkpoints, metrics, evaluations. Only rank 0 writes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: FitSettings,
+        folder: Path,
+        evaluate: Evaluate | None,
+        score: str | None,
+        ranks: Ranks,
+        on_log: Sequence[OnLog],
+    ):
+        self.model, self.settings, self.folder, self.ranks = model, settings, folder, ranks
+        self.optimizer = Optimizer(model.trainable_parameters(), settings.optimizer, settings.steps)
+        if ranks.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            begun = load_checkpoint(_continue_from(folder, settings), model, self.optimizer)
+            truncate_log(folder, begun.step)
+        else:
+            begun = Progress()
+        self._evaluate = evaluate
+        self._on_log = list(on_log)
+        self._best = Best(folder, score) if score is not None and ranks.is_main else None
+        weights = flat(model.trainable_parameters()).values()
+        self._checkpoint_bytes = 4 * sum(w.nbytes for w in weights)  # they, two moments, and the best
+        ranks.allow(self._checkpoint_bytes)
+        self.begun, losses = _all_start_alike(ranks, model, self.optimizer, begun)
+        self.recent = deque(losses, maxlen=max(RECENT, settings.log_every))
+        self.clock = Clock(self._seconds_before(), settings.steps - self.begun, self._evaluations_left(self.begun))
+        if self.begun:
+            logger.info("Continuing %s at step %d of %d.", folder, self.begun, settings.steps)
+
+    def numbers(self, step: int) -> range:
+        """The numbers of a step's batches, those of all ranks."""
+        size = self.settings.batches_per_step
+        return range(step * size, (step + 1) * size)
+
+    def due(self, done: int, every: int) -> bool:
+        """Whether something is due after ``done`` steps; at the end everything is."""
+        return done % every == 0 or done == self.settings.steps
+
+    def evaluates(self, done: int) -> bool:
+        """Whether an evaluation is due after ``done`` steps."""
+        return self._evaluate is not None and self.due(done, self.settings.evaluate_every)
+
+    def saves(self, done: int) -> bool:
+        """Whether a checkpoint is due after ``done`` steps.
+
+        One comes before every evaluation: whatever happens in that, it is all that is lost.
+        """
+        return self.due(done, self.settings.checkpoint_every) or self.evaluates(done) or self._decay_begins(done)
+
+    def _decay_begins(self, done: int) -> bool:
+        return done == self.settings.optimizer.decay_begins(self.settings.steps)
+
+    def _evaluations_left(self, done: int) -> int:
+        every, steps = self.settings.evaluate_every, self.settings.steps
+        return 0 if self._evaluate is None else math.ceil(steps / every) - done // every
+
+    def estimate(self, try_out: Callable[[], float]) -> None:
+        """Before the first step of a run: log how long its steps will take, and the memory of one."""
+        if self.begun or self.settings.steps == 1:
+            return
+        seconds, gigabytes = self.clock.measure(try_out)
+        if self.ranks.is_main:
+            logger.info(
+                "%d steps of about %.2g s: %s, and %d evaluation(s). Memory of a step: %.1f GB at its peak.",
+                *(self.settings.steps, seconds, duration(seconds * self.settings.steps)),
+                *(self._evaluations_left(0), gigabytes),
+            )
+
+    def note(self) -> str:
+        """What the progress bar says: the last loss, and the time left with its evaluations."""
+        loss = f"loss {self.recent[-1]:.3f}, " if self.recent else ""
+        return f"{loss}{self.clock.left()} left"
+
+    def report(self, done: int, norm: float) -> None:
+        """Log the steps since the last report, if one is due."""
+        self.clock.step_done()
+        if not (self.ranks.is_main and self.due(done, self.settings.log_every)):
+            return
+        window = list(self.recent)[-(((done - 1) % self.settings.log_every) + 1) :]
+        speed = self.clock.tokens_per_second() * self.ranks.size
+        rates = self.optimizer.learning_rates()
+        self._log(done, loss=sum(window) / len(window), grad_norm=norm, **rates, tokens_per_s=speed)
+
+    def save(self, done: int) -> None:
+        """Write the checkpoint that a run continues from; where the learning rate begins to fall, a second one."""
+        if self.ranks.is_main:
+            progress = Progress(done, self.settings.steps, list(self.recent))
+            names = (STATE, BEFORE_DECAY) if self._decay_begins(done) else (STATE,)
+            try:
+                for name in names:
+                    save_checkpoint(self.folder / name, self.model, self.optimizer, progress)
+            except CheckpointError as error:
+                raise TrainingError(f"After step {done}: {error} {ADVICE}") from error
+        self.ranks.allow(self._checkpoint_bytes)
+
+    def evaluate(self, done: int) -> None:
+        """Evaluate, keep the weights if they are the best so far, and log the results."""
+        assert self._evaluate is not None
+        with self.clock.evaluating():
+            results = self._evaluate()
+        if self._best is not None:
+            self._best.offer(done, self.model, results)
+        if self.ranks.is_main:
+            self._log(done, **results)
+        self.ranks.allow(self._checkpoint_bytes)
+
+    def make_up_for_an_evaluation(self) -> None:
+        """Evaluate where the run continues, if it was stopped in that evaluation."""
+        if self.begun and self.evaluates(self.begun):
+            lines = read_log(self.folder) if self.ranks.is_main else []
+            there = any(line["step"] == self.begun and "tokens_per_s" not in line for line in lines)
+            if self.ranks.broadcast_flag(not there):
+                self.evaluate(self.begun)
+
+    def _log(self, step: int, **values: Any) -> None:
+        """Write a line of the log and tell it to all who listen; who fails at that is not told again."""
+        line = write_log(self.folder, step, **values, **self.clock.stamps())
+        logger.info("%s", " ".join(f"{name} {value}" for name, value in line.items() if name != "time"))
+        for listener in list(self._on_log):
+            try:
+                listener(line)
+            except Exception:  # somebody else's code: the run is worth more than what it reports
+                logger.exception("A callback failed at step %d; the run continues without it.", step)
+                self._on_log.remove(listener)
+
+    def _seconds_before(self) -> float:
+        """Seconds that the run took before this process continued it."""
+        lines = read_log(self.folder) if self.ranks.is_main and self.begun else []
+        return max((float(line["seconds"]) for line in lines if isinstance(line.get("seconds"), float)), default=0.0)
+
+
+def check_identity(folder: Path, identity: dict[str, Any] | None, may_change: Collection[str]) -> None:
+    """Refuse the folder of another run; warn where nothing can tell whether it is one."""
+    if identity is not None:
+        check_same_run(folder / RECIPE, identity, may_change)
+    elif (folder / STATE).exists() and not (folder / RECIPE).exists():
+        logger.warning(
+            "%s holds a checkpoint, and the run continues from it. Nothing tells whether model, loss and data are the "
+            "same: pass identity= to fit(), or choose a new folder.",
+            folder,
+        )
+
+
+def _continue_from(folder: Path, settings: FitSettings) -> Path:
+    """The checkpoint to continue from: the last, or the one before the decay if the run's length has changed.
+
+    Raises :class:`~dflash.errors.TrainingError` if the steps done depend on the length that the run had.
+    """
+    last = read_progress(folder / STATE)
+    if last.steps in (0, settings.steps):
+        return folder / STATE
+    common = min(settings.optimizer.decay_begins(last.steps), settings.optimizer.decay_begins(settings.steps))
+    for path in (folder / STATE, folder / BEFORE_DECAY):
+        if path.exists() and read_progress(path).step <= common:
+            drop_best_after(folder, read_progress(path).step)
+            return path
+    raise TrainingError(
+        f"{folder} was trained for {last.steps} steps and cannot become a run of {settings.steps}: the learning rate "
+        f"of the {last.step} steps done depended on that length. Set another folder for the new run; with "
+        "drafter.from it starts from these weights. (With optimizer.kind muon, a run can be made longer.)"
+    )
+
+
+def _all_start_alike(ranks: Ranks, model: nn.Module, optimizer: Optimizer, begun: Progress) -> tuple[int, list[float]]:
+    """Rank 0's weights, optimiser state, steps done and recent losses; only it may have the run's folder."""
+    if ranks.size == 1:
+        return begun.step, begun.losses
+    done, count = (int(n) for n in ranks.all_gather([begun.step, len(begun.losses)])[:: ranks.size])
+    model.update(nested(ranks.broadcast(flat(model.trainable_parameters()))))
+    optimizer.state = ranks.broadcast(optimizer.state)
+    return done, ranks.all_gather(begun.losses if ranks.rank == 0 else [0.0] * count)[:: ranks.size]

@@ -1,0 +1,35 @@
+"""How long the loop runs and how often it reports: the one home of settings that every run has.
+
+Knows names, defaults and limits. Must not know what is trained.
+"""
+
+from dataclasses import dataclass, field
+
+from ..settings import Checked, setting
+from .optimizer import AdamWSettings, MuonSettings
+
+
+@dataclass(frozen=True)
+class LoopSettings(Checked):
+    """All counts are in steps, so that a run does not depend on how fast the machine is.
+
+    A step takes the mean gradient of ``batches_per_step`` batches, those of all machines together.
+    """
+
+    steps: int | None = setting(None, "length of the run; wins over epochs", above=0)
+    batches_per_step: int = setting(1, "batches whose mean gradient makes a step, all machines together", above=0)
+    threads: int = setting(1, "batches of a step computed side by side on a CPU; the others follow", above=0)
+    log_every: int = setting(10, "steps between two lines of log.jsonl", above=0)
+    checkpoint_every: int = setting(200, "steps between two checkpoints", above=0)
+    evaluate_every: int = setting(1000, "steps between two evaluations", above=0)
+    max_loss_spike: float | None = setting(
+        20.0, "a loss of more than this many times the recent median stops the run; null: never", above=1
+    )
+
+
+@dataclass(frozen=True)
+class FitSettings(LoopSettings):
+    """The loop's settings with their optimiser; ``steps`` must be given."""
+
+    steps: int = setting(meaning="length of the run", above=0)
+    optimizer: MuonSettings | AdamWSettings = field(default_factory=MuonSettings)

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -28,7 +28,10 @@ SplitName = Literal["train", "heldout"]
 @app.command()
 def prepare(
     data: Annotated[str, typer.Argument(metavar="FILE.jsonl|HUB", help="Prompts, with or without responses.")],
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the dataset goes.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder of the dataset.", show_default=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Another way to name OUT.")] = None,
     target: Annotated[
         str | None,
         typer.Option(metavar="PATH|HUB", help="The target that writes the responses. Default: the bundled one."),
@@ -75,9 +78,9 @@ def prepare(
 
     Examples:
 
-    dflash prepare prompts.jsonl --output data
-    dflash prepare prompts.jsonl --output data --target Qwen/Qwen3-4B --temp 0.7
-    dflash prepare openai/gsm8k --subset main --template "{question}" --output data
+    dflash prepare prompts.jsonl data
+    dflash prepare prompts.jsonl data --target Qwen/Qwen3-4B --temp 0.7
+    dflash prepare openai/gsm8k data --subset main --template "{question}"
     """
     from ..backend import keep_freed_memory
     from ..generate import PAIR
@@ -100,10 +103,13 @@ def prepare(
         chat_template_config=json_object(chat_template_config, "--chat-template-config"),
     )
     heldout = _rule(heldout_percent, heldout_at_least)
+    if (folder is None) == (output is None):
+        raise typer.BadParameter("Name one folder for the dataset, as in: dflash prepare prompts.jsonl data.")
+    out = cast(Path, folder or output)
     if target == "":
         raise DataError("--target is empty (an unset shell variable?); name a target, or leave the option out.")
-    if output.exists() and not output.is_dir():
-        raise DataError(f"--output must be a folder, but {output} is a file; choose another name.")
+    if out.exists() and not out.is_dir():
+        raise DataError(f"The dataset must go to a folder, but {out} is a file; choose another name.")
     conversations = read_conversations(data, split=split, subset=subset, template=template, limit=limit)
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -111,14 +117,14 @@ def prepare(
     hub = {"split": split, "subset": subset, "template": template}
     source = Path(data).name if Path(data).exists() else f"{data} {json.dumps(hub)}"
     try:
-        manifest = make(conversations, loaded, settings, output, source, heldout)
+        manifest = make(conversations, loaded, settings, out, source, heldout)
     except KeyboardInterrupt:
-        print(f"Stopped. Finished files stay in {output}; the same command continues.", file=sys.stderr)
+        print(f"Stopped. Finished files stay in {out}; the same command continues.", file=sys.stderr)
         raise
     _print_splits(manifest)
     dropped = {name.replace("_", " "): number for name, number in manifest["dropped"].items()}
     print("dropped ", ", ".join(f"{number} {name}" for name, number in dropped.items()))
-    print(f"The dataset is in {output}.")
+    print(f"The dataset is in {out}.")
 
 
 @data_app.command()
@@ -206,3 +212,5 @@ def _print_splits(manifest: dict[str, Any]) -> None:
             f"{name:<8} {counts['sequences']} sequences, {counts['tokens']} tokens, "
             f"{counts['response_tokens']} of them responses, {counts['cut']} responses cut"
         )
+    if not manifest["splits"]["heldout"]["sequences"]:
+        print("Nothing is held out, so training has nothing to evaluate on; 'dflash data split' changes that.")

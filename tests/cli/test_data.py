@@ -26,6 +26,18 @@ def test_prepare_makes_a_dataset_and_says_what_is_in_it(target_folder, target, t
     assert json.loads((tmp_path / "made/manifest.json").read_text())["source"] == "p.jsonl"
 
 
+def test_the_folder_is_an_argument_or_an_option_and_one_of_them(target_folder, tmp_path):
+    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a", "response": "c"}')
+    options = ["--target", target_folder]
+    result = invoke("prepare", data, "--output", tmp_path / "made", *options)
+    assert result.exit_code == 0, result.output
+    assert "Nothing is held out" in result.stdout
+    for given in ([], [tmp_path / "other", "--output", tmp_path / "made"]):
+        result = invoke("prepare", data, *given, *options)
+        assert result.exit_code == 2
+        assert "Name one folder for the dataset" in result.stderr
+
+
 def test_a_dataset_is_shown_split_anew_and_exported(target_folder, target, tmp_path):
     data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"q": f"Say {i}", "answer": i}) for i in range(12)))
     made = tmp_path / "made"
@@ -90,7 +102,7 @@ def test_a_file_in_place_of_the_folder_is_one_line_of_error_before_the_target_lo
     data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}')
     (tmp_path / "made").write_text("")
     result = invoke_prepare(data, tmp_path, tmp_path / "no target")
-    assert_one_error(result, r"--output must be a folder, but \S+made is a file; choose another name")
+    assert_one_error(result, r"must go to a folder, but \S+made is a file; choose another name")
     assert_one_error(invoke_prepare(data, Path("/proc"), target_folder), "Cannot write to /proc/made: ")
 
 

@@ -80,4 +80,4 @@ def write_lines(path: Path, *lines: str | bytes) -> Path:
 
 def invoke_prepare(data: object, output: Path, target: Path, *options: str) -> Result:
     """``dflash prepare`` into ``output / "made"``."""
-    return invoke("prepare", data, "--output", output / "made", "--target", target, *options)
+    return invoke("prepare", data, output / "made", "--target", target, *options)

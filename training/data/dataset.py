@@ -11,7 +11,6 @@ Each file is whole or not there. Version 1 had the folders `train` and `heldout`
 digests nor text: such a dataset still opens, its split fixed.
 """
 
-import dataclasses
 import hashlib
 import json
 import zlib
@@ -25,7 +24,8 @@ import numpy as np
 
 from dflash import LoadedTargetModel
 from dflash.errors import CheckpointError, DataError, one_line
-from dflash.files import atomic_write, exclusive_lock, flat, read_arrays, read_json, write_arrays, write_json
+from dflash.files import atomic_write, exclusive_lock, read_arrays, read_json, write_arrays, write_json
+from dflash.target.identity import target_fingerprint
 
 from .sequences import Ints, Sequences
 from .split import SPLITS, HeldoutRule, Split, is_heldout
@@ -33,7 +33,6 @@ from .split import SPLITS, HeldoutRule, Split, is_heldout
 FORMAT, VERSION = "dflash-dataset", 2
 PLAN, MANIFEST, SHARDS = "plan.json", "manifest.json", "shards"
 
-_VALUES = 64  # looked at in each weight: a fine-tuned copy differs in some, a cast to float32 in none
 _PROBE = "Hello, world! 3.14159\n\tdef f(x):\n        return x ** 2  # naïve — Ωß 漢字 🙂\n<|im_end|></s>"
 
 
@@ -48,33 +47,6 @@ class Example:
 
 
 # --- fingerprints -------------------------------------------------------------------------------------------
-
-
-def target_fingerprint(target: LoadedTargetModel) -> str:
-    """SHA-256 over a loaded target: its type, its config, and every weight's name, shape and some values.
-
-    Of the config those fields count that differ from mlx-lm's defaults, so that a newer mlx-lm with more fields
-    changes nothing. Of each weight some 64 values, evenly spread and as float32: fine-tuned copies have files of
-    equal names and sizes, hashing gigabytes takes minutes, and half precision becomes float32 on a CPU.
-    """
-    total = hashlib.sha256()
-    args = getattr(target.model, "args", None)
-    total.update(json.dumps([getattr(target.model, "model_type", ""), _own_fields(args)], sort_keys=True).encode())
-    weights = dict(sorted(flat(target.model.parameters()).items()))
-    values = [w.reshape(-1)[:: max(1, w.size // _VALUES)] for w in weights.values()]
-    values = [v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v for v in values]
-    mx.eval(values)
-    for (name, weight), value in zip(weights.items(), values, strict=True):
-        total.update(f"{name} {weight.shape}".encode())
-        total.update(np.array(value).tobytes())
-    return total.hexdigest()
-
-
-def _own_fields(args: Any) -> dict[str, str]:
-    if not dataclasses.is_dataclass(args):
-        return {}
-    values = {f.name: (getattr(args, f.name), f.default) for f in dataclasses.fields(args)}
-    return {name: repr(value) for name, (value, default) in values.items() if value != default}
 
 
 def tokenizer_fingerprint(target: LoadedTargetModel) -> str:
@@ -107,7 +79,7 @@ def text_path(folder: Path, number: int) -> Path:
 
 def write_shard(folder: Path, number: int, examples: Sequence[Example]) -> None:
     """Write both files of a shard, the sequences last; there may be no examples."""
-    lines = "".join(json.dumps(example.text, ensure_ascii=False) + "\n" for example in examples)
+    lines = "".join(json_line(example.text) for example in examples)
     atomic_write(text_path(folder, number), lambda file: file.write_text(lines, encoding="utf-8"))
     arrays = {
         "tokens": np.concatenate([np.zeros(0, np.int32), *(example.tokens for example in examples)]),
@@ -116,6 +88,16 @@ def write_shard(folder: Path, number: int, examples: Sequence[Example]) -> None:
         "digest": np.asarray([example.digest for example in examples], np.uint64),
     }
     write_arrays(shard_path(folder, number), {name: mx.array(array) for name, array in arrays.items()})
+
+
+def json_line(text: dict[str, Any]) -> str:
+    """One line of JSONL; what JSON cannot hold, such as a date of a hub dataset, becomes its text."""
+    line = json.dumps(text, ensure_ascii=False, default=str)
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, in a key that nobody checked
+        line = json.dumps(text, default=str)
+    return line + "\n"
 
 
 def write_manifest(folder: Path, description: dict[str, Any], rule: HeldoutRule) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dflash.errors import DataError, one_line
 from dflash.files import exclusive_lock, write_json
 from dflash.progress import progress
 from dflash.prompts import Conversation, digest
+from dflash.target.identity import target_fingerprint
 
 from .chat import Row
 from .dataset import (
@@ -35,7 +36,6 @@ from .dataset import (
     read_shard,
     remove_unfinished,
     shard_path,
-    target_fingerprint,
     text_path,
     tokenizer_fingerprint,
     write_manifest,

@@ -14,7 +14,7 @@ import numpy as np
 from dflash.errors import DataError
 from dflash.files import atomic_write
 
-from .dataset import read_manifest, shards_with_split, text_path
+from .dataset import json_line, read_manifest, shards_with_split, text_path
 from .split import Split
 
 
@@ -66,7 +66,7 @@ def export_dataset(folder: Path, path: Path, split: Split | None = None) -> int:
         nonlocal count
         with file.open("w", encoding="utf-8") as lines:
             for row in read_dataset(folder, split):
-                lines.write(json.dumps(row.text, ensure_ascii=False) + "\n")
+                lines.write(json_line(row.text))
                 count += 1
 
     atomic_write(path, write)

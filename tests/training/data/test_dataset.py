@@ -13,12 +13,12 @@ from support.models import STOP, TEXT_VOCAB, byte_tokenizer, qwen3_model
 import dflash
 from dflash import LoadedTargetModel
 from dflash.errors import DataError
+from dflash.target.identity import target_fingerprint
 from dflash.training.data.dataset import (
     change_split,
     open_dataset,
     remove_unfinished,
     shard_sizes,
-    target_fingerprint,
     tokenizer_fingerprint,
 )
 from dflash.training.data.prepare import HeldoutRule, PrepareSettings, prepare

@@ -1,5 +1,8 @@
 """A dataset as text: its conversations with what the target wrote, and back to a file that prepare reads."""
 
+import datetime
+import json
+
 import numpy as np
 import pytest
 from support.conversations import prompts, texts, turns
@@ -7,7 +10,7 @@ from support.models import STOP
 
 from dflash.errors import DataError
 from dflash.prompts import conversation, read_conversations
-from dflash.training.data.dataset import open_dataset
+from dflash.training.data.dataset import json_line, open_dataset
 from dflash.training.data.prepare import HeldoutRule, PrepareSettings, prepare
 from dflash.training.data.text import export_dataset, read_dataset
 
@@ -58,3 +61,12 @@ def test_missing_and_damaged_texts_are_named(folder):
     path.unlink()
     with pytest.raises(DataError, match=r"000001.jsonl is missing; give the 'dflash prepare' command again"):
         list(read_dataset(folder))
+
+
+def test_what_json_or_utf8_cannot_hold_is_kept_as_text(tmp_path):
+    when = datetime.date(2026, 1, 2)
+    assert json.loads(json_line({"messages": [], "when": when})) == {"messages": [], "when": "2026-01-02"}
+    for text in ("naïve 漢字\u2028", "half \ud800"):
+        (tmp_path / "x.jsonl").write_text(json_line({"answer": text}), encoding="utf-8")
+        with (tmp_path / "x.jsonl").open(encoding="utf-8") as file:
+            assert [json.loads(line) for line in file] == [{"answer": text}]

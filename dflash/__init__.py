@@ -17,25 +17,37 @@ if TYPE_CHECKING:
     from .drafters.checkpoint import save_drafter as save_drafter
     from .drafters.config import DFlashConfig as DFlashConfig
     from .drafters.dflash import DFlashDraftModel as DFlashDraftModel
+    from .drafters.kinds import register_drafter as register_drafter
     from .drafters.protocol import Drafter as Drafter
     from .drafters.protocol import Proposal as Proposal
     from .generate import DFlashResponse as DFlashResponse
     from .generate import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
+    from .request import DecodeOptions as DecodeOptions
+    from .sampling import register_logits_processor as register_logits_processor
+    from .sampling import register_sampler as register_sampler
     from .target import LoadedTargetModel as LoadedTargetModel
     from .target import load_target as load_target
+    from .verify import Verified as Verified
+    from .verify import register_verify as register_verify
 
 _MODULE_OF = {
     "DFlashConfig": "drafters.config",
     "DFlashDraftModel": "drafters.dflash",
     "DFlashResponse": "generate",
     "DFlashSpeculativeDecoder": "generate",
+    "DecodeOptions": "request",
     "Drafter": "drafters.protocol",
     "LoadedTargetModel": "target",
     "Proposal": "drafters.protocol",
     "TargetAdapter": "adapters",
+    "Verified": "verify",
     "load_drafter": "drafters.checkpoint",
     "load_target": "target",
     "register_adapter": "adapters",
+    "register_drafter": "drafters.kinds",
+    "register_logits_processor": "sampling",
+    "register_sampler": "sampling",
+    "register_verify": "verify",
     "save_drafter": "drafters.checkpoint",
 }
 

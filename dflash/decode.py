@@ -3,34 +3,34 @@
 Knows token ids and caches. Must not know text, chat templates, any architecture, or how drafts are made.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
-from .drafters.protocol import Drafter
+from .drafters.checks import check_drafted, proposed_tokens
+from .drafters.protocol import Drafter, Proposal
+from .errors import GenerationError
+from .sampling import LogitsProcessor, Sampler, process_logits
 from .target import LoadedTargetModel
-from .verify import Sampler, accepted_length, sample_target
+from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, sample_target, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one target pass committed: the accepted drafts and the target's own next token.
+    """What one target pass decided.
 
-    ``drafted`` has as many tokens as were verified, ``target_tokens`` (the target's choices) one more.
+    ``drafted`` are the tokens that it verified, ``tokens`` those that it committed: the first ``accepted`` drafts
+    and one token of the target's own.
     """
 
     drafted: list[int]
-    target_tokens: list[int]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Committed tokens: accepted drafts and the bonus token, all of them the target's choices."""
-        return self.target_tokens[: accepted_length(self.drafted, self.target_tokens) + 1]
+    tokens: list[int]
+    accepted: int
 
 
 @dataclass
@@ -58,11 +58,14 @@ def prefill(
     sampler: Sampler,
     step_size: int = PREFILL_STEP_SIZE,
     cache_options: Mapping[str, Any] = MappingProxyType({}),
+    processors: Sequence[LogitsProcessor] = (),
 ) -> DecodeState:
     """Feed the prompt and commit the target's first token.
 
     Each chunk's features go straight into the drafter's cache and are dropped, and the head runs on the
     last position only, so memory grows with neither ``features x prompt`` nor ``vocabulary x prompt``.
+
+    Raises :class:`~dflash.errors.GenerationError` if the target's logits are not a number.
     """
     state = DecodeState(list(prompt), target.make_cache(**cache_options), drafter.make_cache())
     tokens = mx.array([prompt])
@@ -74,34 +77,54 @@ def prefill(
         # The drafter's cache too, if it says what it holds: its lazy graph would keep every chunk's features.
         mx.eval(last, [c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
         mx.clear_cache()
-    state.tokens += _ids(sample_target(target.head(last)[0], sampler))
+    logits_LV = process_logits(processors, tokens[0], target.head(last)[0])
+    first = token_ids(sample_target(logits_LV, sampler))
+    _check_chosen(target, first)
+    state.tokens += first
     return state
 
 
 def decode_block(
-    target: LoadedTargetModel, drafter: Drafter, state: DecodeState, length: int, sampler: Sampler
+    target: LoadedTargetModel,
+    drafter: Drafter,
+    state: DecodeState,
+    length: int,
+    sampler: Sampler,
+    verify: VerifyRule = first_mismatch,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> Block:
-    """Draft ``length`` tokens, verify them in one target pass, commit and rewind.
+    """Draft up to ``length`` tokens, verify them in one target pass, commit and rewind.
 
     On return both caches hold exactly the committed tokens without the new anchor. Drafting and
     verification are one lazy graph with one host synchronisation; the drafter already runs while the
     target's part of the graph is built.
-    """
-    inputs = state.anchor
-    if length > 0:
-        drafts = drafter.propose(state.anchor, length, state.draft_cache).tokens
-        mx.async_eval(drafts)
-        inputs = mx.concatenate([inputs, drafts.astype(inputs.dtype)], axis=1)
-    logits, features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
-    target_tokens = sample_target(logits[0], sampler)
-    mx.eval(inputs, target_tokens, features)
 
-    block = Block(drafted=_ids(inputs[0, 1:]), target_tokens=_ids(target_tokens))
-    committed = len(block.tokens)
+    Raises :class:`~dflash.errors.GenerationError` if drafter, target or rule give what cannot be committed.
+    """
+    proposal, inputs = Proposal(mx.zeros((1, 0), mx.int64)), state.anchor
+    if length > 0:
+        raw = drafter.propose(state.anchor, length, state.draft_cache)
+        proposal = Proposal(proposed_tokens(drafter, raw, length), raw.logits)
+        # Ids are checked once they are known; until then none may read past the embedding's rows.
+        drafts = mx.clip(proposal.tokens, 0, target.vocab_size - 1).astype(inputs.dtype)
+        mx.async_eval(proposal.tokens, drafts)
+        inputs = mx.concatenate([inputs, drafts], axis=1)
+    logits, features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
+    logits_LV = logits[0]
+    if processors:
+        logits_LV = process_logits(processors, mx.concatenate([mx.array(state.tokens[:-1]), inputs[0]]), logits_LV)
+    mx.async_eval(logits_LV, features)
+    verified = verify(proposal, logits_LV, sampler)
+
+    drafted = token_ids(proposal.tokens[0])
+    check_drafted(drafter, drafted, target.vocab_size)
+    _check_verified(verify, verified, drafted)
+    _check_chosen(target, verified.tokens)
+    committed = len(verified.tokens)
     target.rewind_kv_caches(state.target_cache, len(state.tokens) - 1 + committed)
     drafter.extend_context(features[:, :committed], state.draft_cache, inputs[:, :committed])
-    state.tokens += block.tokens
-    return block
+    state.tokens += verified.tokens
+    return Block(drafted, verified.tokens, verified.accepted)
 
 
 def decode(
@@ -111,11 +134,31 @@ def decode(
     max_tokens: int,
     block_size: int,
     sampler: Sampler,
+    verify: VerifyRule = first_mismatch,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> Iterator[Block]:
     """Blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
     while (remaining := state.prompt_length + max_tokens - len(state.tokens)) > 0:
-        yield decode_block(target, drafter, state, min(block_size, remaining) - 1, sampler)
+        yield decode_block(target, drafter, state, min(block_size, remaining) - 1, sampler, verify, processors)
 
 
-def _ids(tokens: mx.array) -> list[int]:
-    return cast(list[int], tokens.tolist())
+def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int]) -> None:
+    """The committed drafts are in the caches already, so a rule can only take a beginning of them."""
+    accepted = verified.accepted
+    if len(verified.tokens) != accepted + 1 or verified.tokens[:-1] != drafted[:accepted]:
+        raise GenerationError(
+            f"The verification rule {getattr(verify, '__name__', verify)!r} committed {verified.tokens} with "
+            f"{accepted} accepted of the drafts {drafted}; expected the accepted drafts and one token more."
+        )
+
+
+def _check_chosen(target: LoadedTargetModel, tokens: list[int]) -> None:
+    if NO_TOKEN in tokens:
+        raise GenerationError(
+            "The target's logits are not a number (NaN): its weights are damaged, or they overflow in their type. "
+            "Load the target again from intact files, or in bfloat16 or float32."
+        )
+    if not 0 <= min(tokens) <= max(tokens) < target.vocab_size:
+        raise GenerationError(
+            f"The sampler or verification rule chose {tokens}; this target's ids are 0 to {target.vocab_size - 1}."
+        )

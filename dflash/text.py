@@ -10,33 +10,37 @@ from typing import Any
 class TextStream:
     """Incremental detokenizing with stop strings matched on text, across token boundaries.
 
-    Text that could be the beginning of a stop string is held back until it is decided.
+    Text that could be the beginning of a stop string is held back until it is decided, and with it the tokens
+    after the one in which it begins. So text and tokens depend on neither block borders nor luck of the drafter.
     """
 
     def __init__(self, detokenizer: Any, stop_strings: Sequence[str] = ()):
         self._detokenizer = detokenizer
         self._detokenizer.reset()
         self._stop_strings = tuple(stop_strings)
-        self._held = ""
+        self._held = ""  # text that is not decided yet
+        self._released = 0  # characters before it
+        self._waiting: list[tuple[int, int]] = []  # tokens that are not decided yet, each with where its text begins
         self.stopped = False
 
-    def add(self, tokens: Iterable[int]) -> str:
-        """Text that became certain with ``tokens``; nothing once a stop string has been seen."""
+    def add(self, tokens: Iterable[int]) -> tuple[str, list[int]]:
+        """Text and tokens that became certain with ``tokens``; nothing once a stop string was found."""
         segment = ""
-        for token in tokens:  # read after each: mlx-lm's naive detokenizer forgets a half character behind a newline
+        for token in tokens:  # read after each: mlx-lm's naive detokenizer forgets a half character after a newline
+            self._waiting.append((token, self._released + len(self._held) + len(segment)))
             self._detokenizer.add_token(token)
             segment += self._detokenizer.last_segment
         return self._release(segment)
 
-    def finish(self) -> str:
-        """The rest of the text after the last token."""
+    def finish(self) -> tuple[str, list[int]]:
+        """The rest of text and tokens after the last token."""
         self._detokenizer.finalize()
         return self._release(self._detokenizer.last_segment, last=True)
 
-    def _release(self, segment: str, last: bool = False) -> str:
+    def _release(self, segment: str, last: bool = False) -> tuple[str, list[int]]:
         """What is certain; the stop string that begins first wins, so the text does not depend on block borders."""
         if self.stopped:
-            return ""
+            return "", []
         text = self._held + segment
         found = min((i for i in (text.find(s) for s in self._stop_strings) if i >= 0), default=None)
         pending = 0 if last else max((_overlap(text, s) for s in self._stop_strings), default=0)
@@ -44,7 +48,10 @@ class TextStream:
         if found is not None and found <= end:  # nothing that begins earlier can still become a stop string
             self.stopped, end, text = True, found, text[:found]
         self._held = text[end:]
-        return text[:end]
+        self._released += end
+        certain = [token for token, begin in self._waiting if begin <= self._released]
+        self._waiting = self._waiting[len(certain) :]
+        return text[:end], certain
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,33 +1,93 @@
-"""First-mismatch verification: which drafted tokens the target itself would have written.
+"""Verification: which tokens one target pass commits. A rule is a function, and rules are known by name.
 
-Pure functions on arrays. Must not know models, caches or text.
+Knows arrays and the record that a rule returns. Must not know models, caches or text.
+
+Shapes: L positions of a block, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
-from mlx_lm.sample_utils import greedy_sampler
 
-Sampler = Callable[[mx.array], mx.array]
-"""Log-probabilities ``[N, V]`` to tokens ``[N]``, as made by ``mlx_lm.sample_utils.make_sampler``."""
+from .drafters.protocol import Proposal
+from .registry import Registry
+from .sampling import GREEDY, Sampler, restored_on_error
+
+NO_TOKEN = -1
+"""Stands where a target's logits are not a number, so that no token can be chosen."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a rule decided: the committed ``tokens``, of which the first ``accepted`` are drafts.
+
+    The last committed token is always the target's own, so ``len(tokens) == accepted + 1``.
+    """
+
+    tokens: list[int]
+    accepted: int
+
+
+VerifyRule = Callable[[Proposal, mx.array, Sampler], Verified]
+"""``rule(proposal, logits_LV, sampler) -> Verified``.
+
+``proposal.tokens`` is ``[1, L - 1]`` (``L`` may be 1); row ``i`` of ``logits_LV`` holds the target's logits after
+the anchor and ``i`` drafts, with the logits processors already applied. The arrays are lazy: a rule evaluates
+what it needs once, because each evaluation is one wait for the device.
+"""
+
+VERIFY_RULES: Registry[VerifyRule] = Registry("verification rule", "dflash.verify")
+
+
+def register_verify(name: str) -> Callable[[VerifyRule], VerifyRule]:
+    """Decorator: make a :data:`VerifyRule` known as ``name``, for ``decoder.generate(..., verify=name)``.
+
+    Only the rules that ship with this package promise the target's own text.
+    """
+    return VERIFY_RULES.register(name)
 
 
 def sample_target(logits_LV: mx.array, sampler: Sampler) -> mx.array:
-    """The target's own choice at each position, ``[L]``: what plain ``mlx_lm`` decoding would take there."""
+    """The target's own choice at each position, ``[L]``: what plain ``mlx_lm`` decoding would take there.
+
+    ``NO_TOKEN`` where the logits are not a number (damaged weights, or an overflow).
+    """
     # Normalising costs a pass over the vocabulary and moves no maximum, but in half precision it can round
     # two logits to a tie, which plain decoding breaks by index.
-    if sampler is greedy_sampler and logits_LV.dtype == mx.float32:
-        return mx.argmax(logits_LV, axis=-1)
-    return sampler(logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True))
+    if sampler is GREEDY and logits_LV.dtype == mx.float32:
+        tokens_L = mx.argmax(logits_LV, axis=-1)
+        decisive_L1 = mx.take_along_axis(logits_LV, tokens_L[:, None], axis=-1)
+    else:
+        decisive_L1 = mx.logsumexp(logits_LV, axis=-1, keepdims=True)
+        with restored_on_error():
+            tokens_L = sampler(logits_LV - decisive_L1)
+    return mx.where(mx.isnan(decisive_L1[:, 0]), NO_TOKEN, tokens_L.astype(mx.int32))
 
 
 def accepted_length(drafted: Sequence[int], target_tokens: Sequence[int]) -> int:
-    """Number of leading drafts equal to the target's choices; ``target_tokens`` has one entry more.
-
-    Every committed token is the target's choice, so the output is distributed exactly as the sampler's,
-    for any sampler (design of speculative decoding by first mismatch).
-    """
+    """Number of leading drafts that equal the target's choices."""
     n = 0
     while n < len(drafted) and drafted[n] == target_tokens[n]:
         n += 1
     return n
+
+
+@register_verify("first_mismatch")
+def first_mismatch(proposal: Proposal, logits_LV: mx.array, sampler: Sampler) -> Verified:
+    """Accept drafts up to the first that the target itself would not have chosen.
+
+    Every committed token is the target's choice, so the output is distributed exactly as the sampler's, for any
+    sampler at any temperature.
+    """
+    target_tokens_L = sample_target(logits_LV, sampler)
+    mx.eval(proposal.tokens, target_tokens_L)
+    drafted, target_tokens = token_ids(proposal.tokens[0]), token_ids(target_tokens_L)
+    accepted = accepted_length(drafted, target_tokens)
+    return Verified(target_tokens[: accepted + 1], accepted)
+
+
+def token_ids(tokens: mx.array) -> list[int]:
+    """An array ``[N]`` of token ids as a list."""
+    return cast(list[int], tokens.tolist())

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from support.errors import refused
 from support.models import (
     TEXT_VOCAB,
     ScriptedDrafter,
@@ -25,7 +27,7 @@ from support.models import (
     writer,
 )
 
-from dflash import DFlashError, DFlashSpeculativeDecoder, Drafter, LoadedTargetModel, Proposal
+from dflash import DFlashSpeculativeDecoder, Drafter, LoadedTargetModel, Proposal
 from dflash.errors import GenerationError, IncompatibleModelsError
 
 PROMPT = [65, 66]
@@ -109,32 +111,48 @@ def test_a_text_prompt_goes_through_the_chat_template_unless_told_not_to():
 
 
 def test_a_tokenizer_is_wrapped_once_however_it_comes():
-    raw = DFlashSpeculativeDecoder(qwen3_model(0, TEXT_VOCAB), ScriptedDrafter([], TEXT_VOCAB), byte_tokenizer())
-    loaded = LoadedTargetModel(qwen3_model(0, TEXT_VOCAB), wrapped_tokenizer())
-    assert type(raw.tokenizer) is type(DFlashSpeculativeDecoder(loaded, raw.draft_model).tokenizer)
-    assert raw.generate(PROMPT, 3) == DFlashSpeculativeDecoder(loaded, raw.draft_model).generate(PROMPT, 3)
+    model = qwen3_model(0, TEXT_VOCAB)
+    expected, _ = plain_greedy(model, PROMPT, 3)
+    for tokenizer in (byte_tokenizer(), wrapped_tokenizer()):
+        given = DFlashSpeculativeDecoder(model, ScriptedDrafter([], TEXT_VOCAB), tokenizer)
+        loaded = DFlashSpeculativeDecoder(LoadedTargetModel(model, tokenizer), ScriptedDrafter([], TEXT_VOCAB))
+        for decoder in (given, loaded):
+            assert type(decoder.tokenizer) is TokenizerWrapper
+            assert decoder.generate(PROMPT, 3) == byte_tokenizer().decode(expected)
 
 
 # --- responses --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("p", "accepted"), [(1.0, [16, 16, 7]), (0.0, [1] * 39)])
-def test_responses_account_for_every_token(p, accepted):
+@pytest.mark.parametrize(("p", "accepted", "committed"), [(1.0, [15, 15, 7], [16, 16, 7]), (0.0, [0] * 39, [1] * 39)])
+def test_responses_account_for_every_token(p, accepted, committed):
     responses = list(writer("x" * 39, p=p).stream_generate(PROMPT, 60))
     assert [r.accepted for r in responses] == [0, *accepted]
+    assert [len(r.tokens) for r in responses] == [1, *committed]
     assert responses[0].drafted == []
-    assert len(responses[0].tokens) == 1
     total = 0
     for response in responses:
         total += len(response.tokens)
         assert response.generation_tokens == total
-        assert len(response.target_tokens) == len(response.drafted) + 1
-        assert response.target_tokens[: len(response.tokens)] == response.tokens
+        drafts = min(response.accepted, len(response.tokens))
+        assert response.tokens[:drafts] == response.drafted[:drafts]
         assert response.prompt_tokens == 2
         assert response.prompt_tps > 0
         assert response.generation_tps > 0
         assert response.peak_memory > 0
     assert total == 40
+
+
+@pytest.mark.parametrize("p", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("stop", "end"), [("stop", "stop"), ("here,", "he"), ("e, and th", "e"), ("日本", "日")])
+def test_tokens_end_with_the_one_in_which_the_stop_string_begins(p, stop, end):
+    """However far the block that completes it went on, and whether an earlier block began it."""
+    begin = TEXT.index(stop)
+    expected = byte_tokenizer().encode(TEXT[:begin]) + byte_tokenizer().encode(end)[: None if end == "日" else 1]
+    responses = list(writer(TEXT, p=p).stream_generate(PROMPT, 200, stop_strings=[stop]))
+    assert [t for r in responses for t in r.tokens] == expected
+    assert responses[-1].generation_tokens == len(expected)
+    assert "".join(r.text for r in responses) == TEXT[:begin]
 
 
 def test_no_tokens_asked_for_are_no_responses():
@@ -192,9 +210,14 @@ def test_the_same_seed_samples_the_same_tokens_and_another_seed_others():
         mx.random.seed(seed)
         return decoder.spec_generate(mx.array([prompt]), 30, temperature=1.5).tolist()
 
+    def seeded(seed: int) -> list[int]:
+        return decoder.spec_generate(mx.array([prompt]), 30, temperature=1.5, seed=seed).tolist()
+
     decoder.draft_model.p = 1.0  # the scripted drafter's own dice would differ between runs
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
+    first, other = sample(1), sample(2)
+    assert sample(1) == seeded(1) == first
+    assert sample(2) == seeded(2) == other
+    assert first != other
 
 
 def test_text_is_sampled_with_top_p_and_top_k():
@@ -213,66 +236,7 @@ def test_text_is_sampled_with_top_p_and_top_k():
     assert tokens(temperature=3.0) != greedy
 
 
-# --- requests that are refused ----------------------------------------------------------------------------
-
-
-def refused(error: pytest.ExceptionInfo, *words: str) -> None:
-    message = str(error.value)
-    assert isinstance(error.value, DFlashError)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
-
-
-BAD_REQUESTS = {
-    "empty text": (("",), {}, ["prompt is empty"]),
-    "blank text": ((" \n",), {}, ["prompt is empty"]),
-    "no tokens": (([],), {}, ["prompt is empty"]),
-    "negative max_tokens": ((PROMPT, -1), {}, ["max_tokens", "at least 0", "-1"]),
-    "fractional max_tokens": ((PROMPT, 2.5), {}, ["max_tokens", "2.5"]),
-    "negative temperature": ((PROMPT, 5, -0.1), {}, ["temperature -0.1"]),
-    "temperature that is no number": ((PROMPT, 5, float("nan")), {}, ["temperature nan"]),
-    "temperature as a text": ((PROMPT, 5, "hot"), {}, ["temperature 'hot'"]),
-    "a list of texts": ((["a", "b"], 5), {}, ["text or token ids", "list"]),
-    "top_p above 1": ((PROMPT, 5), {"top_p": 1.5}, ["top_p 1.5"]),
-    "negative top_k": ((PROMPT, 5), {"top_k": -3}, ["top_k -3"]),
-    "batch of 2": ((mx.array([[1, 2], [3, 4]]), 5), {}, ["Batch size 2"]),
-    "three axes": ((mx.array([[[1, 2]]]), 5), {}, ["[1, length]"]),
-    "fractional tokens": ((mx.array([1.5]), 5), {}, ["token ids"]),
-    "token outside the vocabulary": (([1, TEXT_VOCAB], 5), {}, ["0 to 263"]),
-    "negative token": (([-1], 5), {}, ["0 to 263"]),
-    "one stop string": ((PROMPT, 5, 0.0, "abc"), {}, ["stop_strings", "['abc']"]),
-    "empty stop string": ((PROMPT, 5, 0.0, ["a", ""]), {}, ["stop_strings", "non-empty"]),
-    "too long": ((PROMPT, 99), {}, ["2 tokens", "max_tokens 99", "100 tokens"]),
-}
-
-
-@pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_a_bad_request_is_refused_at_once_in_one_telling_line(name):
-    arguments, options, words = BAD_REQUESTS[name]
-    decoder = writer("abc", max_seq_length=100)
-    for call in (decoder.stream_generate, decoder.generate):
-        with pytest.raises(GenerationError) as error:
-            call(*arguments, **options)  # nothing has to be taken from the iterator
-        refused(error, *words)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((mx.zeros((1, 0), mx.int32), 5), ["prompt is empty"]),
-        ((mx.array([[1, 2], [3, 4]]), 5), ["Batch size 2"]),
-        ((mx.array([[1, 2]]), -5), ["max_tokens", "-5"]),
-        ((mx.array([[1, 2]]), 5, -1.0), ["temperature -1.0"]),
-        ((mx.array([[1, 2]]), 99), ["2 tokens", "99", "100 tokens"]),
-        ((mx.array([[1, 32]]), 5), ["0 to 31"]),
-    ],
-)
-def test_spec_generate_refuses_the_same_requests(arguments, words):
-    decoder, _, _ = token_decoder(max_seq_length=100)
-    with pytest.raises(GenerationError) as error:
-        decoder.spec_generate(*arguments)
-    refused(error, *words)
+# --- limits and errors --------------------------------------------------------------------------------------
 
 
 def test_the_longest_request_that_fits_is_served():
@@ -306,6 +270,30 @@ def test_impossible_sizes_are_refused(options):
     refused(error, *options)
 
 
+def test_the_block_size_is_the_drafters_own_and_a_larger_one_is_lowered_with_a_warning(caplog):
+    drafter = ScriptedDrafter([], 32, block_size=5)
+    assert DFlashSpeculativeDecoder(target("llama", 2).model, drafter).block_size == 5
+    assert not caplog.records
+    assert DFlashSpeculativeDecoder(target("llama", 2).model, drafter, block_size=100_000).block_size == 5
+    assert "block_size 100000 is more than the drafter's own 5" in caplog.text
+
+
+def test_a_drafter_whose_block_the_target_has_no_positions_for_is_refused():
+    for size, words in ((100_000, ["block_size 100000", "512 positions"]), (0, ["at least 1, got 0"])):
+        with pytest.raises(IncompatibleModelsError) as error:
+            DFlashSpeculativeDecoder(target("llama", 2).model, ScriptedDrafter([], 32, block_size=size))
+        refused(error, *words)
+
+
+def test_what_is_no_drafter_is_told_what_it_lacks():
+    with pytest.raises(IncompatibleModelsError) as error:
+        DFlashSpeculativeDecoder(target("llama", 2).model, SimpleNamespace(block_size=4, propose=None))
+    refused(error, "SimpleNamespace is no Drafter", "target_layer_ids, bind, make_cache, extend_context")
+    with pytest.raises(IncompatibleModelsError) as error:
+        DFlashSpeculativeDecoder(target("llama", 2).model, "runs/one/drafter")
+    refused(error, "load_drafter('runs/one/drafter')")
+
+
 def test_a_target_whose_cache_cannot_be_rewound_is_refused_before_the_first_token():
     model = qwen3_model(0)
     model.make_cache = lambda: [BatchKVCache([0]) for _ in model.layers]
@@ -325,13 +313,13 @@ def test_a_real_drafter_of_another_target_is_refused():
 
 def test_the_prototypes_attribute_names_hold():
     model, drafter, tokenizer = qwen3_model(0, TEXT_VOCAB), random_drafter(0, TEXT_VOCAB), wrapped_tokenizer()
-    decoder = DFlashSpeculativeDecoder(model, drafter, tokenizer, block_size=16, max_seq_length=300)
+    decoder = DFlashSpeculativeDecoder(model, drafter, tokenizer, block_size=4, max_seq_length=300)
     assert decoder.target_model is model
     assert isinstance(decoder.loaded_target, LoadedTargetModel)
     assert decoder.loaded_target.model is model
     assert decoder.draft_model is drafter
     assert decoder.tokenizer is tokenizer
-    assert decoder.block_size == 8, "never more than the drafter was trained for"
+    assert decoder.block_size == 4
     assert decoder.max_seq_length == 300
 
 
@@ -368,8 +356,8 @@ class NgramDrafter:
     def propose(self, anchor, length, cache):
         past = cache.tokens
         at = max((i for i, token in enumerate(past) if token == anchor.item()), default=0)
-        guess = (past[at + 1 :] + [0] * length)[:length]
-        return Proposal(mx.array([guess]))
+        draft = past[at + 1 :][:length]  # may be shorter than asked for, or empty
+        return Proposal(mx.array([draft], mx.int32).reshape(1, -1))
 
 
 def test_any_drafter_of_the_protocol_decodes_losslessly():
@@ -380,7 +368,7 @@ def test_any_drafter_of_the_protocol_decodes_losslessly():
     decoder = DFlashSpeculativeDecoder(target("qwen3", 4), NgramDrafter())
     steps: list[list[int]] = []
     assert decoder.spec_generate(prompt, 40, stream_callback=steps.append).tolist() == [prompt + expected]
-    assert max(map(len, steps)) > 1, "repeating text is guessed at least once"
+    assert max(map(len, steps)) > 1, "repeating text is drafted at least once"
     assert decoder.block_size == 6
 
 

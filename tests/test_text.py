@@ -1,5 +1,6 @@
 """Text appears in whole characters, up to the first stop string, however the tokens arrive."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 from hypothesis import example, given
@@ -21,14 +22,23 @@ def groups(tokens: list[int], cuts: set[int]) -> list[list[int]]:
     return [tokens[a:b] for a, b in pairwise(edges)]
 
 
-def streamed(tokens: list[int], cuts: set[int], stops: list[str], fast: bool) -> tuple[list[str], TextStream]:
-    stream, pieces = TextStream(wrapped_tokenizer(fast).detokenizer, stops), []
+@dataclass
+class Streamed:
+    """What came out of a stream, piece by piece, and whether it ended at a stop string."""
+
+    pieces: list[str]
+    tokens: list[int]
+    stopped: bool
+
+
+def streamed(tokens: list[int], cuts: set[int], stops: list[str], fast: bool) -> Streamed:
+    stream, came = TextStream(wrapped_tokenizer(fast).detokenizer, stops), []
     for group in groups(tokens, cuts):
-        pieces.append(stream.add(group))
+        came.append(stream.add(group))
         if stream.stopped:
             break
-    pieces.append(stream.finish())
-    return pieces, stream
+    came.append(stream.finish())
+    return Streamed([text for text, _ in came], [t for _, tokens in came for t in tokens], stream.stopped)
 
 
 def cut_before_first(text: str, stops: list[str]) -> str:
@@ -46,19 +56,37 @@ def test_the_stream_is_the_text_before_its_first_stop_string_for_any_split(text,
     text = text.lstrip(" ")  # mlx-lm's fast detokenizer drops one leading space, as some models write one
     tokens = byte_tokenizer().encode(text)
     assert byte_tokenizer().decode(tokens) == text
-    pieces, stream = streamed(tokens, cuts, stops, fast)
-    assert "".join(pieces) == cut_before_first(text, stops)
-    assert stream.stopped == any(s in text for s in stops)
+    came = streamed(tokens, cuts, stops, fast)
+    assert "".join(came.pieces) == cut_before_first(text, stops)
+    assert came.stopped == any(s in text for s in stops)
+
+
+@given(TEXTS, st.sets(st.integers(0, 120)), STOPS, FAST)
+@example("xab t", {1, 2, 3}, ["ab t"], True)  # begun in one block, complete in a later one
+@example("aab", {1}, ["b"], True)  # begins inside the token "ab"
+@example("a日b", {2}, ["日"], False)  # begins with a character of three tokens
+def test_the_last_token_is_the_one_in_which_the_stop_string_begins_for_any_split(text, cuts, stops, fast):
+    text = text.lstrip(" ")
+    tokens = byte_tokenizer().encode(text)
+    came = streamed(tokens, cuts, stops, fast)
+    assert came.tokens == tokens[: len(came.tokens)]
+    if not came.stopped:
+        assert came.tokens == tokens
+        return
+    kept, begin = byte_tokenizer().decode(came.tokens), len("".join(came.pieces))
+    assert kept.startswith(text[: begin + 1]), "its first character is complete"
+    without_last = byte_tokenizer().decode(came.tokens[:-1])
+    assert not without_last.startswith(text[: begin + 1]), "and no token comes after it"
 
 
 @given(TEXTS, st.sets(st.integers(0, 120)), st.integers(0, 120), FAST)
-@example("\nĦa", {2}, 4, False)  # a block that ends inside the character behind a newline
+@example("\nĦa", {2}, 4, False)  # a block that ends inside the character after a newline
 def test_no_piece_holds_part_of_a_character(text, cuts, end, fast):
     """Also where generation ends inside a character: then only the last piece may show that it is broken."""
     tokens = byte_tokenizer().encode(text.lstrip(" "))[:end]
-    pieces, _ = streamed(tokens, cuts, [], fast)
-    assert all("\ufffd" not in piece for piece in pieces[:-1])
-    assert "".join(pieces) == byte_tokenizer().decode(tokens)
+    came = streamed(tokens, cuts, [], fast)
+    assert all("\ufffd" not in piece for piece in came.pieces[:-1])
+    assert "".join(came.pieces) == byte_tokenizer().decode(tokens)
 
 
 @given(TEXTS, STOPS, FAST)
@@ -66,29 +94,29 @@ def test_text_is_shown_as_soon_as_it_cannot_begin_a_stop_string(text, stops, fas
     """Nothing is held back for longer than the longest stop string could need."""
     text = text.lstrip(" ")
     longest = max((len(s) for s in stops), default=1)
-    stream, shown, seen = TextStream(wrapped_tokenizer(fast).detokenizer, stops), "", ""
+    stream, shown, given = TextStream(wrapped_tokenizer(fast).detokenizer, stops), "", ""
     for character in text:
-        shown += stream.add(byte_tokenizer().encode(character))
-        seen += character
+        shown += stream.add(byte_tokenizer().encode(character))[0]
+        given += character
         if stream.stopped:
             break
         # A single space is held by mlx-lm's fast detokenizer until the next token, and a run of them in turn.
-        assert len(shown) >= len(seen.rstrip(" ")) - (longest - 1)
-        assert seen.startswith(shown)
+        assert len(shown) >= len(given.rstrip(" ")) - (longest - 1)
+        assert given.startswith(shown)
 
 
-def test_nothing_is_shown_behind_a_stop_string():
+def test_nothing_comes_after_a_stop_string():
     tokenizer = byte_tokenizer()
     stream = TextStream(wrapped_tokenizer().detokenizer, ["stop"])
-    assert stream.add(tokenizer.encode("to the stop and on")) == "to the "
+    assert stream.add(tokenizer.encode("to the stop and on")) == ("to the ", tokenizer.encode("to the s"))
     assert stream.stopped
-    assert stream.add(tokenizer.encode("more")) == ""
-    assert stream.finish() == ""
+    assert stream.add(tokenizer.encode("more")) == ("", [])
+    assert stream.finish() == ("", [])
 
 
-def test_a_half_stop_string_is_shown_when_the_text_ends():
+def test_a_half_stop_string_comes_when_the_text_ends():
     tokenizer = byte_tokenizer()
     stream = TextStream(wrapped_tokenizer().detokenizer, ["stop!"])
-    assert stream.add(tokenizer.encode("non-stop")) == "non-"
-    assert stream.finish() == "stop"
+    assert stream.add(tokenizer.encode("non-stop")) == ("non-", tokenizer.encode("non-s"))
+    assert stream.finish() == ("stop", tokenizer.encode("top"))
     assert not stream.stopped

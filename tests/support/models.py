@@ -144,7 +144,7 @@ class ScriptedCache:
 class ScriptedDrafter:
     """Knows the target's plain greedy tokens and drafts each of them rightly with probability ``p``.
 
-    1.0 makes a drafter that is always right, 0.0 one that is always wrong. Behind the end of ``text``
+    1.0 makes a drafter that is always right, 0.0 one that is always wrong. After the end of ``text``
     (prompt and continuation) it drafts token 0.
     """
 

@@ -1,0 +1,64 @@
+"""What an object must have to be a drafter, and what it may propose; mistakes of a drafter's author end here.
+
+Knows the protocol. Must not know how drafts are made or verified.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import GenerationError, IncompatibleModelsError
+from .protocol import Proposal
+
+_PARTS = ("block_size", "target_layer_ids", "bind", "make_cache", "extend_context", "propose")
+
+
+def check_drafter(drafter: Any) -> None:
+    """Raise :class:`~dflash.errors.IncompatibleModelsError`, naming what lacks, if ``drafter`` is no ``Drafter``."""
+    if isinstance(drafter, str | Path):
+        raise IncompatibleModelsError(
+            f"Expected a drafter, got the name {str(drafter)!r}; load it first: load_drafter({str(drafter)!r})."
+        )
+    missing = [part for part in _PARTS if not hasattr(drafter, part)]
+    if missing:
+        raise IncompatibleModelsError(
+            f"{type(drafter).__name__} is no Drafter: it lacks {', '.join(missing)}. See dflash.Drafter."
+        )
+    size = drafter.block_size
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise IncompatibleModelsError(
+            f"The block_size of {type(drafter).__name__} must be a whole number of at least 1, got {size!r}."
+        )
+
+
+def proposed_tokens(drafter: Any, proposal: Any, length: int) -> mx.array:
+    """The tokens ``[1, n]`` of a proposal, ``0 <= n <= length``, as int64; their values are not looked at.
+
+    Raises :class:`~dflash.errors.GenerationError` for anything else.
+    """
+    name = type(drafter).__name__
+    if not isinstance(proposal, Proposal):
+        raise GenerationError(f"{name}.propose returned {_form(proposal)}; expected a dflash.Proposal.")
+    tokens = proposal.tokens
+    fits = isinstance(tokens, mx.array) and mx.issubdtype(tokens.dtype, mx.integer)
+    if not (fits and tokens.ndim == 2 and tokens.shape[0] == 1 and tokens.shape[1] <= length):
+        raise GenerationError(
+            f"{name}.propose returned tokens that are {_form(tokens)}; expected an mx.array of integers, "
+            f"of shape [1, n] with n at most {length}."
+        )
+    return tokens.astype(mx.int64)
+
+
+def check_drafted(drafter: Any, drafted: list[int], vocab_size: int) -> None:
+    """Raise :class:`~dflash.errors.GenerationError` if an id in ``drafted`` is none of the target's."""
+    wrong = next((token for token in drafted if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise GenerationError(
+            f"{type(drafter).__name__} proposed the token id {wrong}; this target's ids are 0 to {vocab_size - 1}. "
+            "Use a drafter that was made for this target's vocabulary."
+        )
+
+
+def _form(value: Any) -> str:
+    return f"an array of shape {value.shape} {value.dtype}" if isinstance(value, mx.array) else type(value).__name__

@@ -1,0 +1,93 @@
+"""How a token is drawn from the target's logits: samplers, logits processors, and MLX's random state.
+
+Knows logits and tokens, as mlx-lm's own samplers and processors do. Must not know models, drafts or text.
+
+Shapes: L positions of a block, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import greedy_sampler
+
+from .registry import Registry
+
+Sampler = Callable[[mx.array], mx.array]
+"""Log-probabilities ``[N, V]`` to tokens ``[N]``, as made by ``mlx_lm.sample_utils.make_sampler``."""
+
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+"""``processor(tokens, logits)``: logits ``[1, V]`` after ``tokens [N]`` to logits ``[1, V]``, as in mlx-lm."""
+
+GREEDY: Sampler = greedy_sampler
+SAMPLERS: Registry[Sampler] = Registry("sampler", "dflash.samplers")
+LOGITS_PROCESSORS: Registry[LogitsProcessor] = Registry("logits processor", "dflash.logits_processors")
+
+
+def register_sampler(name: str) -> Callable[[Sampler], Sampler]:
+    """Decorator: make a :data:`Sampler` known as ``name``, for ``decoder.generate(..., sampler=name)``.
+
+    It is called once per position with log-probabilities ``[1, V]``, as plain mlx-lm calls it, and returns the
+    token ``[1]``. It must keep no state but MLX's random state: it is also asked about positions that turn out
+    to be rejected.
+    """
+    return SAMPLERS.register(name)
+
+
+def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsProcessor]:
+    """Decorator: make a :data:`LogitsProcessor` known as ``name``, for ``generate(..., logits_processors=[name])``.
+
+    It is called once per position with all tokens before that position, prompt included, and the logits
+    ``[1, V]`` there, as plain mlx-lm calls it. Like a sampler, it must keep no state.
+    """
+    return LOGITS_PROCESSORS.register(name)
+
+
+def by_position(sampler: Sampler) -> Sampler:
+    """``sampler`` called on one position at a time, as plain decoding calls it.
+
+    A sampler may do with its whole input what it should do with one row: draw one number, take one maximum.
+    """
+    if sampler is GREEDY:
+        return sampler
+
+    def sample(logprobs_LV: mx.array) -> mx.array:
+        return mx.concatenate([sampler(logprobs_LV[i : i + 1]).reshape(1) for i in range(logprobs_LV.shape[0])])
+
+    return sample
+
+
+def process_logits(processors: Sequence[LogitsProcessor], tokens: mx.array, logits_LV: mx.array) -> mx.array:
+    """Logits ``[L, V]`` with every processor applied at each position.
+
+    Row ``i`` holds the logits after the first ``N - L + 1 + i`` of ``tokens [N]``, and its processors see exactly
+    these, as they would in plain decoding.
+    """
+    if not processors:
+        return logits_LV
+    rows, before = [], tokens.size - logits_LV.shape[0] + 1
+    with restored_on_error():
+        for i in range(logits_LV.shape[0]):
+            row = logits_LV[i : i + 1]
+            for processor in processors:
+                row = processor(tokens[: before + i], row)
+            rows.append(row)
+    return mx.concatenate(rows)
+
+
+@contextmanager
+def restored_on_error() -> Iterator[None]:
+    """Put MLX's global random state back if the body fails.
+
+    mlx-lm's filters are compiled over that state. One that raises while it is traced leaves a placeholder there,
+    and every later draw of the process would fail.
+    """
+    state: Any = mx.random.state
+    key = state[0]
+    try:
+        yield
+    except BaseException:
+        high, low = key.tolist()
+        mx.random.seed(high << 32 | low)
+        raise

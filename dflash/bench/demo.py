@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import DFlashError
 from ..generate import DFlashSpeculativeDecoder
-from . import DFLASH, PLAIN, BenchPrompt, PromptResult, Side, compare, dflash_side, plain_side, time_side
+from .runs import DFLASH, PLAIN, BenchPrompt, PromptResult, Side, compare, dflash_side, plain_side, time_side
 
 MAX_TOKENS = 512
 LEAST_TOKENS = 100  # a shorter answer is over before one sees the difference
@@ -28,8 +28,7 @@ class DemoSides:
 
 def demo_sides(decoder: DFlashSpeculativeDecoder, prompts: Sequence[BenchPrompt]) -> DemoSides:
     """Greedy sides with as many tokens as the target's limit leaves room for, at most ``MAX_TOKENS``."""
-    longest = max(len(decoder.loaded_target.build_prompt(p.text)) for p in prompts)
-    room = max(1, min(MAX_TOKENS, decoder.max_seq_length - longest))
+    room = max(1, min(MAX_TOKENS, decoder.max_seq_length - max(len(p.tokens) for p in prompts)))
     return DemoSides(decoder, plain_side(decoder.loaded_target, room), dflash_side(decoder, room))
 
 
@@ -41,7 +40,7 @@ def choose_request(sides: DemoSides, prompts: Sequence[BenchPrompt]) -> BenchPro
     """
     for prompt in prompts:
         if prompt.check is not None:
-            run = time_side(sides.plain, sides.decoder.loaded_target.build_prompt(prompt.text))
+            run = time_side(sides.plain, prompt.tokens)
             if len(run.tokens) >= LEAST_TOKENS and "def " in run.text:
                 return prompt
     raise DFlashError(f"No request is answered by a function of at least {LEAST_TOKENS} tokens; give one of your own.")
@@ -49,14 +48,13 @@ def choose_request(sides: DemoSides, prompts: Sequence[BenchPrompt]) -> BenchPro
 
 def stream_once(sides: DemoSides, prompt: BenchPrompt, heading: Show, show: Show) -> None:
     """Answer plainly, then with DFlash, each piece of text shown as it comes. A warm-up comes first."""
-    tokens = sides.decoder.loaded_target.build_prompt(prompt.text)
     for side in (sides.plain, sides.dflash):
-        time_side(side, tokens)
+        time_side(side, prompt.tokens)
     for name, side in ((PLAIN, sides.plain), (DFLASH, sides.dflash)):
         heading(name)
-        time_side(side, tokens, show)
+        time_side(side, prompt.tokens, show)
 
 
 def measure(sides: DemoSides, prompt: BenchPrompt, runs: int = RUNS) -> PromptResult:
     """``runs`` answers of each side in turns."""
-    return next(compare(sides.decoder.loaded_target, sides.plain, sides.dflash, [prompt], runs))
+    return next(compare(sides.decoder.loaded_target, sides.plain, {DFLASH: sides.dflash}, [prompt], runs))[DFLASH]

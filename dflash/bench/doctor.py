@@ -6,7 +6,6 @@ Knows where to look. Must not know the command line or how decoding works.
 import platform
 import time
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import mlx.core as mx
@@ -16,18 +15,18 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import backend
 from ..target import LoadedTargetModel
 from ..target.rewind import describe
+from .environment import PACKAGES, device_name, package_version
 
-_PACKAGES = ("dflash-research", "mlx", "mlx-lm", "transformers")
 _MATMUL_SIZE = 1024  # takes 0.3 s with the slowest BLAS seen (7 GFLOP/s), so five repeats stay bearable
 _REPEATS = 5
 
 
 def machine_report() -> dict[str, str]:
     """Versions, device and measured speed of this machine, in the order in which to show them."""
-    report = {name: _version(name) for name in _PACKAGES}
+    report = {name: package_version(name) for name in PACKAGES}
     report["python"] = platform.python_version()
     report["platform"] = platform.platform()
-    report["device"] = _device_name(mx.default_device())
+    report["device"] = device_name()
     report["BLAS (CPU)"] = backend.blas
     report["float32 product"] = f"{matmul_gflops():.0f} GFLOP/s at {_MATMUL_SIZE} x {_MATMUL_SIZE} on this device"
     return report
@@ -75,15 +74,3 @@ def _weight_dtypes(target: LoadedTargetModel) -> str:
     dtypes = [w.dtype for w in dict(tree_flatten(target.model.parameters())).values()]
     counts = Counter(str(d).removeprefix("mlx.core.") for d in dtypes if mx.issubdtype(d, mx.floating))
     return ", ".join(name for name, _ in counts.most_common())
-
-
-def _device_name(device: mx.Device) -> str:
-    name = mx.device_info(device).get("device_name", "")
-    return str(device.type).removeprefix("DeviceType.") + (f" ({name})" if name else "")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,29 +1,41 @@
-"""A finished benchmark as JSON, as a table, and as a verdict.
+"""A benchmark's results as JSON, as a table, and as a verdict.
 
 Knows how results are shown. Must not know how they were measured, or the command line.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from . import PromptResult, acceptance_length, overall_tps, spread, summarize
+from .runs import PromptResult
 from .speedup import Limit
+from .statistics import acceptance_length, overall_tps, spread, summarize
 
 _SHOWN = 48  # characters of a prompt in the table
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found; ``verdicts`` has (plain, DFlash) for each prompt with a check, else ``None``."""
+    """What a benchmark found with one drafter.
+
+    Args:
+        settings: What was asked for.
+        results: One a prompt.
+        greedy: Whether tokens were compared.
+        limit: The arithmetic limit of the ratio, if it was measured.
+        verdicts: Whether the answers of (plain, DFlash) are correct, for each prompt; ``None`` without a check.
+        about: More for the JSON beside ``settings``, such as the environment.
+    """
 
     settings: dict[str, Any]
     results: list[PromptResult]
     greedy: bool
     limit: Limit | None = None
     verdicts: list[tuple[bool, bool] | None] | None = None
+    about: dict[str, Any] = field(default_factory=dict)
 
     @property
     def lossless(self) -> bool:
@@ -31,10 +43,14 @@ class Report:
         return all(r.difference is None for r in self.results)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: ``settings``, ``prompts``, ``total`` and ``limit``."""
+        """Plain data for JSON: ``settings``, what ``about`` holds, ``prompts``, ``total`` and ``limit``."""
+        return {"settings": self.settings, **self.about, **self.found()}
+
+    def found(self) -> dict[str, Any]:
+        """Plain data of the results alone: ``prompts``, ``total`` and ``limit``."""
         verdicts = self.verdicts or [None] * len(self.results)
         rows = [self._prompt_dict(*pair) for pair in zip(self.results, verdicts, strict=True)]
-        return {"settings": self.settings, "prompts": rows, "total": self._total(), "limit": self._limit_dict()}
+        return {"prompts": rows, "total": self.total(), "limit": self._limit_dict()}
 
     def render(self) -> RenderableType:
         """A table of prompts and the totals below it."""
@@ -51,19 +67,22 @@ class Report:
         difference = result.difference
         return {
             "prompt": result.prompt.text,
-            "prompt_tokens": len(result.prompt_tokens),
+            "prompt_tokens": len(result.prompt.tokens),
             "generation_tokens": len(result.dflash[0].tokens),
             "plain_tps": overall_tps(result.plain),
             "dflash_tps": overall_tps(result.dflash),
             "ratio": spread(result.ratios),
             "acceptance_length": acceptance_length(result.dflash),
+            "committed": [run.committed for run in result.dflash],
+            "drafted": [run.drafted for run in result.dflash],
             "accepted": [run.accepted for run in result.dflash],
             "identical": difference is None if self.greedy else None,
             "difference": asdict(difference) if difference else None,
             "correct": {"plain": verdict[0], "dflash": verdict[1]} if verdict else None,
         }
 
-    def _total(self) -> dict[str, Any]:
+    def total(self) -> dict[str, Any]:
+        """Plain data over all prompts, as in :func:`~dflash.bench.statistics.summarize`."""
         total = summarize(self.results)
         if not self.greedy:
             total["identical"] = None
@@ -85,10 +104,9 @@ class Report:
         }
 
     def _cells(self, number: int, result: PromptResult, verdict: tuple[bool, bool] | None) -> list[str]:
-        text = " ".join(result.prompt.text.split())
         return [
             str(number),
-            text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…",
+            _shortened(result.prompt.text),
             str(len(result.dflash[0].tokens)),
             _number(overall_tps(result.plain), 1),
             _number(overall_tps(result.dflash), 1),
@@ -108,19 +126,19 @@ class Report:
         return f"different at {d.position} ({margin})"
 
     def _total_lines(self) -> list[str]:
-        total, limit = self._total(), self._limit_dict()
+        total, limit = self.total(), self._limit_dict()
         lines = [
             f"tokens/s     plain mlx_lm {_number(total['plain_tps'], 1)}, DFlash {_number(total['dflash_tps'], 1)}, "
             f"ratio of the totals {_number(total['overall_ratio'], 2)}",
             f"ratio        {_spread(total['ratio'])} (median, least to greatest over prompts and runs)",
             f"acceptance   {_number(total['acceptance_length'], 2)} tokens per block",
-            f"tokens are   {self._overall_identity(total)}",
+            f"tokens are   {self.overall_identity()}",
         ]
         if total["correct"]:
             c = total["correct"]
             lines.append(f"correct      plain {c['plain']}, DFlash {c['dflash']} of {c['of']}")
         if limit is None:
-            return [*lines, "limit        not measured: no answer was long enough for a block"]
+            return [*lines, "limit        not measured: the answers have too few blocks for it"]
         share = limit["share_reached"]
         return [
             *lines,
@@ -129,12 +147,59 @@ class Report:
             f"reached      {_number(share and 100 * share, 0)} % of the limit, by the ratio of the totals",
         ]
 
-    def _overall_identity(self, total: dict[str, Any]) -> str:
+    def overall_identity(self) -> str:
+        """One phrase on whether the tokens of both sides are the same."""
         if not self.greedy:
             return "sampled by each side for itself, so not compared"
-        if self.lossless:
-            return f"identical on all {total['prompts']} prompts"
-        return f"DIFFERENT on {total['prompts'] - total['identical']} of {total['prompts']} prompts"
+        different = sum(r.difference is not None for r in self.results)
+        if not different:
+            return f"identical on all {len(self.results)} prompts"
+        return f"DIFFERENT on {different} of {len(self.results)} prompts"
+
+
+def several_dict(reports: Mapping[str, Report]) -> dict[str, Any]:
+    """Plain data of reports on the same prompts with several drafters: ``settings`` and ``drafters`` by name."""
+    first = next(iter(reports.values()))
+    found = {name: report.found() for name, report in reports.items()}
+    return {"settings": first.settings, **first.about, "drafters": found}
+
+
+def render_several(reports: Mapping[str, Report]) -> RenderableType:
+    """A table of prompts with the ratio and acceptance length of each drafter, and each drafter's totals."""
+    table = Table("", "prompt", box=None, pad_edge=False)
+    for name in ("tokens", "plain tok/s", *reports):
+        table.add_column(name, justify="right")
+    for i, results in enumerate(zip(*(report.results for report in reports.values()), strict=True), 1):
+        cells = (
+            f"{_spread(spread(r.ratios))} x, {_number(acceptance_length(r.dflash), 2)}"
+            + ("" if r.difference is None else f", differs at {r.difference.position}")
+            for r in results
+        )
+        first = results[0]
+        speed = _number(overall_tps(first.plain), 1)
+        table.add_row(str(i), _shortened(first.prompt.text), str(len(first.plain[0].tokens)), speed, *cells)
+    totals = Table("drafter", box=None, pad_edge=False)
+    for name in ("tok/s", "ratio of the totals", "ratio", "accepted", "correct"):
+        totals.add_column(name, justify="right")
+    totals.add_column("tokens are")
+    for name, report in reports.items():
+        total, limit = report.total(), report.limit
+        correct = total["correct"]
+        totals.add_row(
+            name,
+            _number(total["dflash_tps"], 1),
+            _number(total["overall_ratio"], 2) + (f" of {limit.speedup:.2f}" if limit else ""),
+            _spread(total["ratio"]),
+            _number(total["acceptance_length"], 2),
+            f"{correct['dflash']} of {correct['of']}" if correct else "-",
+            report.overall_identity(),
+        )
+    return Group(table, "", totals)
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -6,6 +6,7 @@ as a whole.
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -13,9 +14,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..generate import DFlashSpeculativeDecoder
-from ..verify import Sampler, sample_target
+from ..sampling import Sampler
+from ..verify import sample_target
+from .runs import PromptResult
+from .statistics import acceptance_length
 
 PASSES = 5  # replays of the answer: some hundred samples of each part for an answer of usual length
+LEAST_BLOCKS = 50  # fewer say little about tau, and on short answers the ratio holds much that is not a step
+LEAST_TOKENS = 24  # of the answer that is replayed
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,21 @@ class Limit:
     def speedup(self) -> float:
         """The most that these times allow: ``tau * T_plain / (T_draft + T_verify)``."""
         return self.acceptance_length * self.plain / (self.draft + self.verify)
+
+
+def limit_of(decoder: DFlashSpeculativeDecoder, results: Sequence[PromptResult], sampler: Sampler) -> Limit | None:
+    """The limit along the answer of median length among ``results``.
+
+    ``None`` where that answer has fewer than ``LEAST_TOKENS`` tokens, or all of them fewer than ``LEAST_BLOCKS``
+    blocks: a limit by so few times says nothing, and is often exceeded.
+    """
+    runs = [run for r in results for run in r.dflash]
+    tau = acceptance_length(runs)
+    middle = sorted(results, key=lambda r: len(r.prompt.tokens) + len(r.dflash[0].tokens))[len(results) // 2]
+    answer = middle.dflash[0].tokens
+    if tau is None or len(answer) < LEAST_TOKENS or sum(len(run.committed) for run in runs) < LEAST_BLOCKS:
+        return None
+    return measure_limit(decoder, middle.prompt.tokens, answer, tau, sampler)
 
 
 def measure_limit(

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import DFlashError
-from . import adapters, bench, data, decode, training
+from . import adapters, bench, data, decode, evaluate, training
 
 
 class _OneLineErrors(TyperGroup):
@@ -45,15 +45,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for room in (decode, bench, data, training):
+for room in (decode, bench, evaluate, data, training):
     app.add_typer(room.app)  # without a name: its commands stand beside each other
 app.add_typer(adapters.app, name="adapters")
 
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    app(prog_name="dflash")
 
 
 def _print_version(wanted: bool) -> None:
@@ -68,11 +69,24 @@ def dflash(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py|MODULE",
+            help="Import this first: it may register drafters, objectives, rules, samplers, callbacks. Repeatable.",
+        ),
+    ] = None,
 ) -> None:
     """The target's own text, faster: speculative decoding with a block-diffusion drafter, on MLX.
 
-    Without --target and --drafter every command uses the pair that ships.
+    Without --target and --drafter every command uses the bundled models.
     """
     from .. import backend
+    from ..registry import load_plugin
 
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that lacks a character shows its code
+            stream.reconfigure(errors="backslashreplace")
     backend.require_mlx()
+    for module in plugin or ():
+        load_plugin(module)

@@ -5,16 +5,19 @@ Knows options, files and what to print. Must not know how anything is measured. 
 
 import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DataError, DFlashError
+from ..errors import DFlashError
 from . import options
+from .requests import Form, Requests, that_fit
 
 if TYPE_CHECKING:
     from ..bench import PromptResult
+    from ..bench.report import Report
+    from ..generate import DFlashSpeculativeDecoder
 
 app = typer.Typer()
 
@@ -22,127 +25,174 @@ app = typer.Typer()
 @app.command()
 def bench(
     target: options.Target = None,
-    drafter: options.DrafterName = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.jsonl", help='Lines such as {"prompt": "..."}. Default: held-out requests.'),
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH|HUB",
+            help="A drafter for the target; repeatable, to compare several.",
+            callback=options.not_empty,
+        ),
     ] = None,
-    max_tokens: options.MaxTokens = 512,
+    prompts: options.Prompts = None,
+    template: options.Template = None,
+    limit: options.Limit = None,
+    max_tokens: options.MaxTokens = None,
     runs: Annotated[int, typer.Option(help="Runs of each side per prompt.")] = 1,
     temp: options.Temp = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
-    block_size: options.BlockSize = 16,
+    top_p: options.TopP = 0.0,
+    top_k: options.TopK = 0,
+    seed: options.RunSeed = 0,
+    block_size: options.BlockSize = None,
     chat: options.Chat = True,
+    system: options.System = None,
+    chat_template_config: options.TemplateConfig = None,
+    verify: options.Verify = None,
+    sampler: options.SamplerName = None,
+    logits_processor: options.ProcessorNames = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare with plain mlx_lm on the same prompts, in turns.
 
-    Prints speeds (tokens after the first per second since the first), their
-    ratio, the acceptance length, whether the tokens are identical, and the
-    arithmetic limit of the ratio with the share of it reached. Exits with 1 if
-    tokens differ or one side fails.
+    Prints speeds (tokens after the first per second since the first), their ratio, the acceptance length, whether
+    the tokens are identical, and the arithmetic limit of the ratio. Exits with 1 if tokens differ or one side
+    fails. Ctrl-C ends it with the table of what is there.
 
     Examples:
 
     dflash bench --runs 3
-    dflash bench --prompts mine.jsonl --temp 0.8 --json > result.json
+    dflash bench --prompts mine.jsonl --limit 20 --temp 0.8 --json > result.json
+    dflash bench --target PATH --drafter mine --drafter theirs --prompts gsm8k.jsonl --template "{question}"
     """
-    from mlx_lm.sample_utils import make_sampler
-    from tqdm import tqdm
-
-    from .. import bench as b
-    from ..bench.report import Report
-    from ..bench.speedup import measure_limit
-
-    requests = b.read_prompts(prompts or b.HELDOUT)
-    options.score_answers(
-        [("def f(): pass", r.check) for r in requests if r.check]
-    )  # an unknown check shows now, not at the end
-    decoder = options.load_decoder(target, drafter, block_size)
-    loaded = decoder.loaded_target
-    sides = b.plain_side(loaded, max_tokens, temp), b.dflash_side(decoder, max_tokens, temp)
-    comparing = b.compare(loaded, *sides, requests, runs, greedy=temp == 0, seed=seed, chat=chat)
-    results = list(tqdm(comparing, total=len(requests), unit="prompt", disable=None))
-
-    tau = b.acceptance_length(run for r in results for run in r.dflash)
-    typical = _middling(results)
-    limit = tau and measure_limit(
-        decoder, typical.prompt_tokens, typical.dflash[0].tokens, tau, make_sampler(temp=temp)
-    )
-    settings = {
-        "target": target or "the pair that ships",
-        "drafter": drafter or "the pair that ships",
-        "max_tokens": max_tokens,
-        "runs": runs,
-        "temperature": temp,
-        "seed": seed,
-        "block_size": decoder.block_size,
-    }
-    report = Report(settings, results, temp == 0, limit or None, b.judge(results, options.score_answers))
-    if as_json:
-        print(json.dumps(report.to_dict(), indent=1))
-    else:
-        options.print_rich(report.render())
-    if not report.lossless:
-        print("error: plain mlx_lm and DFlash wrote different tokens.", file=sys.stderr)
-        raise typer.Exit(1)
-
-
-@app.command("eval")
-def evaluate(
-    drafter: Annotated[str | None, typer.Argument(metavar="[PATH|HUB]", help="Default: the one that ships.")] = None,
-    target: Annotated[str | None, typer.Option(metavar="PATH|HUB", help="The drafter's target.")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Lines as for prepare. Default: the pair's held-out requests."),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 256,
-    temp: Annotated[float, typer.Option(help="Temperature; 0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed for sampling.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or the prompt as it is.")] = True,
-    chat_template_config: Annotated[str | None, options.TEMPLATE_CONFIG] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
-) -> None:
-    """Score a drafter on a file of prompts by decoding: acceptance length, and acceptance by position.
-
-    Examples:
-
-    dflash eval
-    dflash eval runs/qwen3-4b/drafter --target Qwen/Qwen3-4B --prompts mine.jsonl --json
-    """
-    import mlx.core as mx
-    from tqdm import tqdm
-
+    asked = dict(locals())
     from ..bench import HELDOUT
-    from ..generate import DFlashSpeculativeDecoder
-    from ..prompts import read_conversations
-    from ..training.data.chat import request_tokens
-    from ..training.evaluate import measure
 
-    switches = options.json_object(chat_template_config, "--chat-template-config")
-    if prompts is not None and not prompts.is_file():
-        raise DataError(f"There is no file {str(prompts)!r}; expected a JSONL file.")
-    requests = read_conversations(str(prompts or HELDOUT))
-    decoder = DFlashSpeculativeDecoder.from_pretrained(target, drafter)
-    loaded = decoder.loaded_target
-    mx.random.seed(seed)
-    tokens = request_tokens(requests, loaded, chat, switches, max_tokens)
-    bar = tqdm(tokens, unit="prompt", disable=None)
-    results = {"prompts": len(tokens)} | measure(loaded, decoder.draft_model, bar, max_tokens, temp).results()
-    if not results["blocks"]:
-        raise DFlashError("No answer was long enough for a block, so there is no acceptance to measure.")
-    if as_json:
-        print(json.dumps(results))
-        return
-    print(f"acceptance length {results['acceptance_length']:.3f} tokens per target pass")
-    print(f"{results['prompts']} prompts, {results['blocks']} blocks, {results['generated_tokens']} tokens")
-    print("position   blocks accepted up to it")
-    for position, share in enumerate(results["acceptance_by_position"], 1):
-        print(f"{position:8}   {share:.3f}")
+    form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
+    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify)
+    requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
+    known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
+    options.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
+    decoders = options.load_decoders(target, drafter or (), block_size, trust_remote_code)
+    options.show_progress()
+    comparison = _Comparison(decoders, requests, form, sampling, max_tokens, seed)
+    comparison.carry_out(runs)
+    settings = {name: value for name, value in asked.items() if name != "as_json"} | {
+        "target": options.path_or_bundled(target),
+        "drafter": [options.path_or_bundled(name) for name in drafter or ()] or "bundled",
+        "prompts": requests.identity(),
+        "max_tokens": max_tokens or options.MAX_TOKENS,
+        "block_size": [decoder.block_size for decoder in decoders.values()],
+    }
+    comparison.show(settings, as_json)
+
+
+class _Comparison:
+    """Plain mlx_lm and every drafter on the prompts that fit, and what came of it so far."""
+
+    def __init__(
+        self,
+        decoders: Mapping[str, "DFlashSpeculativeDecoder"],
+        requests: Requests,
+        form: Form,
+        sampling: options.Sampling,
+        max_tokens: int | None,
+        seed: int,
+    ):
+        from .. import bench as b
+
+        if len(decoders) == 1:
+            decoders = {b.DFLASH: next(iter(decoders.values()))}
+        self.decoders, self.sampling, self.seed = decoders, sampling, seed
+        self.target = next(iter(decoders.values())).loaded_target
+        longest = min(decoder.max_seq_length for decoder in decoders.values())
+        most = max_tokens if max_tokens is not None else options.MAX_TOKENS
+        encoded = requests.encode(self.target, form)
+        self.plain = b.plain_side(self.target, most, longest, **sampling.for_plain())
+        self.sides = {
+            name: b.dflash_side(decoder, most, sampling.temp, longest, **sampling.for_dflash())
+            for name, decoder in decoders.items()
+        }
+        self.prompts, self.left_out = that_fit(requests, encoded, longest, max_tokens or 1)
+        self.results: list[dict[str, PromptResult]] = []
+        self.failures: list[str] = []
+        self.interrupted = False
+
+    def carry_out(self, runs: int) -> None:
+        """Answer every prompt; Ctrl-C and prompts on which a side fails leave the results of the others."""
+        from ..bench import compare
+        from ..progress import progress
+
+        def failed(error: DFlashError) -> None:
+            self.failures.append(str(error))
+
+        turns = compare(
+            self.target,
+            self.plain,
+            self.sides,
+            self.prompts,
+            runs,
+            greedy=self.sampling.greedy,
+            seed=self.seed,
+            on_failure=failed,
+        )
+        try:
+            for result in progress(turns, "bench", len(self.prompts)):
+                self.results.append(result)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            if not self.results:
+                raise
+        if not self.results:
+            raise DFlashError(self.failures[0])
+
+    def show(self, settings: dict[str, Any], as_json: bool) -> None:
+        """Print the report; raises what ends the command where something is wrong."""
+        from ..bench.report import render_several, several_dict
+
+        reports = self._reports(settings)
+        only = next(iter(reports.values())) if len(reports) == 1 else None
+        if as_json:
+            print(json.dumps(only.to_dict() if only else several_dict(reports), indent=1))
+        else:
+            options.print_rich(only.render() if only else render_several(reports))
+        different = [name for name, report in reports.items() if not report.lossless]
+        if self.failures:
+            print(
+                f"error: {len(self.failures)} of {len(self.prompts)} prompts failed: {self.failures[0]}",
+                file=sys.stderr,
+            )
+        if different:
+            print("error: plain mlx_lm and DFlash wrote different tokens.", file=sys.stderr)
+        if self.interrupted:
+            print(f"Stopped after {len(self.results)} of {len(self.prompts)} prompts.", file=sys.stderr)
+            raise typer.Exit(130)
+        if self.failures or different:
+            raise typer.Exit(1)
+
+    def _reports(self, settings: dict[str, Any]) -> dict[str, "Report"]:
+        from ..bench import judge
+        from ..bench.environment import environment
+        from ..bench.report import Report
+        from ..bench.speedup import limit_of
+
+        about = {
+            "environment": environment(),
+            "complete": not (self.interrupted or self.failures or self.left_out),
+            "left_out": self.left_out,
+            "failed": self.failures,
+        }
+        sampler = self.sampling.for_plain()["sampler"]
+        reports = {}
+        for name, decoder in self.decoders.items():
+            results = [result[name] for result in self.results]
+            limit = None if self.interrupted else limit_of(decoder, results, sampler)
+            verdicts = judge(results, options.score_answers)
+            reports[name] = Report(settings, results, self.sampling.greedy, limit, verdicts, about)
+        return reports
 
 
 @app.command()
-def doctor(target: options.Target = None) -> None:
+def doctor(target: options.Target = None, trust_remote_code: options.TrustRemoteCode = False) -> None:
     """Show versions, device and BLAS, and what a target would use.
 
     Examples:
@@ -156,9 +206,4 @@ def doctor(target: options.Target = None) -> None:
     options.print_pairs(machine_report())
     if target is not None:
         print()
-        options.print_pairs(target_report(load_target(target), target))
-
-
-def _middling(results: list["PromptResult"]) -> "PromptResult":
-    """The result of median length, prompt and answer together."""
-    return sorted(results, key=lambda r: len(r.prompt_tokens) + len(r.dflash[0].tokens))[len(results) // 2]
+        options.print_pairs(target_report(load_target(target, trust_remote_code), target))

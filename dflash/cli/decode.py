@@ -10,27 +10,39 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
+from .requests import Form, Requests
 
 if TYPE_CHECKING:
     from ..bench import PromptResult
-    from ..generate import DFlashResponse, DFlashSpeculativeDecoder
+    from ..generate import DFlashResponse
 
 app = typer.Typer()
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The request; - reads it from standard input.")],
+    prompt: Annotated[str, options.Prompt],
     target: options.Target = None,
     drafter: options.DrafterName = None,
-    max_tokens: options.MaxTokens = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate. Default: 2048, or as many as there is room for.")
+    ] = None,
     temp: options.Temp = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 0 is off.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k most probable; 0 is off.")] = 0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed for sampling.")] = None,
-    block_size: options.BlockSize = 16,
+    top_p: options.TopP = 0.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    block_size: options.BlockSize = None,
     chat: options.Chat = True,
-    stop: Annotated[list[str] | None, typer.Option(metavar="STR", help="End before this text; repeatable.")] = None,
+    system: options.System = None,
+    chat_template_config: options.TemplateConfig = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STR", help="End before this text; repeatable.", callback=options.stop_strings),
+    ] = None,
+    verify: options.Verify = None,
+    sampler: options.SamplerName = None,
+    logits_processor: options.ProcessorNames = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Answer one request.
@@ -42,34 +54,71 @@ def generate(
     dflash generate "Write a function that doubles each number and sums them."
     dflash generate - --raw --max-tokens 100 --stop "def " < start.py
     dflash generate "Hello" --target PATH --drafter PATH --temp 0.8 --seed 1 --json
+    dflash generate "Hello" --system "Answer in French." --chat-template-config '{"enable_thinking": false}'
     """
-    text = options.stdin_text(keep_ends=not chat) if prompt == "-" else prompt
-    decoder = options.load_decoder(target, drafter, block_size)
+    text = options.prompt_text(prompt, keep_ends=not chat)
+    form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
+    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify)
+    decoder = options.load_decoder(target, drafter, block_size, trust_remote_code)
+    tokens = form.tokens(text, decoder.loaded_target)
     options.set_seed(seed)
     responses = []
-    sampling: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "chat": chat}
-    for response in decoder.stream_generate(text, max_tokens, temp, stop, **sampling):
+    for response in decoder.stream_generate(tokens, max_tokens, temp, stop, **sampling.for_dflash()):
         responses.append(response)
         if not as_json:
             options.show(response.text)
-    result = _generation(decoder, text, chat, responses)
+    result = generation(len(tokens), responses)
     if as_json:
         print(json.dumps(result))
         return
     print(flush=True)
-    tau = result["acceptance_length"]
-    print(
-        f"{result['generation_tokens']} tokens, {result['generation_tps']:.1f} tokens/s, "
-        f"acceptance length {'-' if tau is None else f'{tau:.2f}'}, {len(result['accepted'])} blocks",
-        file=sys.stderr,
+    print(speed_line(result), file=sys.stderr)
+
+
+def generation(prompt_tokens: int, responses: list["DFlashResponse"]) -> dict[str, Any]:
+    """What ``generate --json`` prints; no responses come of ``max_tokens`` 0."""
+    blocks = responses[1:]  # the first token is the prompt's own pass
+    last = responses[-1] if responses else None
+    committed = [len(r.tokens) for r in blocks]
+    return {
+        "text": "".join(r.text for r in responses),
+        "tokens": [token for r in responses for token in r.tokens],
+        "prompt_tokens": prompt_tokens,
+        "generation_tokens": last.generation_tokens if last else 0,
+        "committed": committed,
+        "drafted": [len(r.drafted) for r in blocks],
+        "accepted": [r.accepted for r in blocks],
+        "acceptance_length": sum(committed) / len(committed) if committed else None,
+        "prompt_tps": last.prompt_tps if last else 0.0,
+        "generation_tps": last.generation_tps if last else 0.0,
+        "peak_memory": last.peak_memory if last else 0.0,
+        "finish_reason": last.finish_reason if last else "length",
+    }
+
+
+def speed_line(result: dict[str, Any]) -> str:
+    """One line on what was generated; a single token has no speed."""
+    count, blocks = result["generation_tokens"], len(result["committed"])
+    if not blocks:
+        return f"{count} token{'' if count == 1 else 's'}, too few to time"
+    return (
+        f"{count} tokens, {result['generation_tps']:.1f} tokens/s, acceptance length "
+        f"{result['acceptance_length']:.2f}, {blocks} block{'' if blocks == 1 else 's'}"
     )
 
 
 @app.command()
 def demo(
-    prompt: Annotated[str | None, typer.Argument(help="A request of your own (its answer is not checked).")] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="A request of your own (its answer is not checked); - reads it from standard input.",
+            callback=options.is_text,
+        ),
+    ] = None,
     target: options.Target = None,
     drafter: options.DrafterName = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Answer one request plainly, then with DFlash, and compare.
 
@@ -81,9 +130,15 @@ def demo(
     from .. import bench as b
     from ..bench import demo as d
 
-    requests = b.read_prompts(b.HELDOUT) if prompt is None else [b.BenchPrompt(prompt)]
-    sides = d.demo_sides(options.load_decoder(target, drafter), requests)
-    request = d.choose_request(sides, requests) if prompt is None else requests[0]
+    text = None if prompt is None else options.prompt_text(prompt)
+    decoder = options.load_decoder(target, drafter, trust_remote_code=trust_remote_code)
+    loaded = decoder.loaded_target
+    if text is None:
+        requests = Requests.read(b.HELDOUT).encode(loaded, Form())
+    else:
+        requests = [b.BenchPrompt(text, Form().tokens(text, loaded))]
+    sides = d.demo_sides(decoder, requests)
+    request = d.choose_request(sides, requests) if text is None else requests[0]
     print(f"Request: {request.text}")
     d.stream_once(sides, request, lambda name: print(f"\n\n--- {name}\n", flush=True), options.show)
     result = d.measure(sides, request)
@@ -111,23 +166,3 @@ def _print_demo(result: "PromptResult", verdicts: tuple[bool, bool] | None) -> N
     print("tokens        " + ("identical" if difference is None else f"DIFFERENT at position {difference.position}"))
     if verdicts is not None:
         print("function      " + ("passes its check" if all(verdicts) else "FAILS its check"))
-
-
-def _generation(
-    decoder: "DFlashSpeculativeDecoder", prompt: str, chat: bool, responses: list["DFlashResponse"]
-) -> dict[str, Any]:
-    """What ``generate --json`` prints; no responses come of ``max_tokens`` 0."""
-    accepted = [r.accepted for r in responses if r.accepted]
-    last = responses[-1] if responses else None
-    return {
-        "text": "".join(r.text for r in responses),
-        "tokens": [token for r in responses for token in r.tokens],
-        "prompt_tokens": last.prompt_tokens if last else len(decoder.loaded_target.build_prompt(prompt, chat)),
-        "generation_tokens": last.generation_tokens if last else 0,
-        "accepted": accepted,
-        "acceptance_length": sum(accepted) / len(accepted) if accepted else None,
-        "prompt_tps": last.prompt_tps if last else 0.0,
-        "generation_tps": last.generation_tps if last else 0.0,
-        "peak_memory": last.peak_memory if last else 0.0,
-        "finish_reason": last.finish_reason if last else "length",
-    }

@@ -1,10 +1,14 @@
-"""What several commands share: options, the decoder that they load, text in and tables out.
+"""What several commands share: options and their checks, the decoders that they load, text in and tables out.
 
 Knows typer, streams and rich. Must not know any one command.
 """
 
 import json
+import logging
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,23 +18,189 @@ from ..errors import DataError, DFlashError
 if TYPE_CHECKING:
     from ..generate import DFlashSpeculativeDecoder
 
+MAX_TOKENS = 512
+LARGEST_SEED = 2**64 - 1
+
+
+# --- checks, made as options are read ------------------------------------------------------------------
+
+
+def not_empty(ctx: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """Refuse an option that was given as an empty text, as an unset shell variable gives it."""
+    values = value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(v, str) and not v.strip() for v in values):
+        raise DFlashError(f"{parameter.opts[0]} is empty; give a value, or leave the option out.")
+    return value
+
+
+def is_text(ctx: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """Refuse an argument whose bytes are not text in the terminal's encoding."""
+    for text in value if isinstance(value, list | tuple) else [value]:
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise DFlashError(f"{_shown(parameter)} is not UTF-8 text (character {error.start + 1}).") from error
+    return value
+
+
+def stop_strings(ctx: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """Refuse an empty stop string, and one that is not text."""
+    if any(not text for text in value or ()):
+        raise DFlashError("--stop must not be empty: every text contains the empty text.")
+    return is_text(ctx, parameter, value)
+
+
+def seed_in_range(ctx: typer.Context, parameter: typer.CallbackParam, value: int | None) -> int | None:
+    """Refuse a seed that MLX's random state cannot hold."""
+    if value is not None and not 0 <= value <= LARGEST_SEED:
+        raise DFlashError(f"--seed must be a whole number from 0 to {LARGEST_SEED}, got {value}.")
+    return value
+
+
+def _shown(parameter: typer.CallbackParam) -> str:
+    name = parameter.opts[0]
+    return name if name.startswith("-") else f"The {name}"
+
+
+# --- options -------------------------------------------------------------------------------------------
+
+Prompt = typer.Argument(help="The request; - reads it from standard input.", callback=is_text, show_default=False)
 Target = Annotated[
-    str | None, typer.Option(metavar="PATH|HUB", help="Folder or hub name of the target. Default: the pair that ships.")
+    str | None,
+    typer.Option(
+        metavar="PATH|HUB", help="Folder or hub name of the target. Default: the bundled one.", callback=not_empty
+    ),
 ]
-DrafterName = Annotated[str | None, typer.Option("--drafter", metavar="PATH|HUB", help="The drafter for the target.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+DrafterName = Annotated[
+    str | None,
+    typer.Option("--drafter", metavar="PATH|HUB", help="The drafter for the target.", callback=not_empty),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the target.")
+]
+Prompts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.jsonl|HUB",
+        help='Lines such as {"prompt": "..."} or {"messages": [...]}. Default: heldout requests of the bundled models.',
+        callback=not_empty,
+    ),
+]
+Template = Annotated[
+    str | None, typer.Option(help="Makes the prompt from a line's keys: 'Question: {question}'.", callback=is_text)
+]
+Limit = Annotated[int | None, typer.Option(metavar="N", help="Take only the first N prompts.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(help=f"Most tokens to generate. Default: {MAX_TOKENS}, or fewer where the target has less room."),
+]
 Temp = Annotated[float, typer.Option(help="Temperature; 0 is greedy.")]
-BlockSize = Annotated[int, typer.Option(help="Positions per block, the anchor included.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling; 0 is off.")]
+TopK = Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0 is off.")]
+Seed = Annotated[int | None, typer.Option(help="Seed for sampling.", callback=seed_in_range)]
+RunSeed = Annotated[int, typer.Option(help="Seed for sampling.", callback=seed_in_range)]
+BlockSize = Annotated[
+    int | None, typer.Option(help="Positions per block, the anchor included. Default: the drafter's own.")
+]
 Chat = Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or the prompt as it is.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="System prompt, where the prompt has none.", callback=is_text)
+]
 TEMPLATE_CONFIG = typer.Option(metavar="JSON", help="Switches of the chat template: '{\"enable_thinking\": false}'.")
+TemplateConfig = Annotated[str | None, TEMPLATE_CONFIG]
+Verify = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Verification rule: first_mismatch, or one that a plug-in adds.", callback=not_empty
+    ),
+]
+SamplerName = Annotated[
+    str | None, typer.Option("--sampler", metavar="NAME", help="A sampler that a plug-in adds.", callback=not_empty)
+]
+ProcessorNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logits-processor",
+        metavar="NAME",
+        help="A logits processor that a plug-in adds; repeatable.",
+        callback=not_empty,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def load_decoder(target: str | None, drafter: str | None, block_size: int = 16) -> "DFlashSpeculativeDecoder":
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn and verified, as the command line names it."""
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    sampler: str | None = None
+    logits_processors: tuple[str, ...] = ()
+    verify: str | None = None
+
+    def for_dflash(self) -> dict[str, Any]:
+        """Options of ``stream_generate`` beside the temperature; what was not asked for is left to its defaults."""
+        asked = {
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "sampler": self.sampler,
+            "logits_processors": list(self.logits_processors),
+            "verify": self.verify,
+        }
+        return {name: value for name, value in asked.items() if value}
+
+    def for_plain(self) -> dict[str, Any]:
+        """The same for plain mlx_lm: a sampler and logits processors.
+
+        Raises :class:`~dflash.errors.GenerationError` for what cannot be, which needs no model.
+        """
+        from ..request import decode_options
+
+        checked = decode_options({"temp": self.temp} | self.for_dflash())
+        return {"sampler": checked.build_sampler(), "logits_processors": checked.build_processors() or None}
+
+    @property
+    def greedy(self) -> bool:
+        """Whether both sides must write the same tokens."""
+        from ..request import GREEDY_BELOW
+
+        return self.temp < GREEDY_BELOW and self.sampler is None
+
+
+# --- decoders ------------------------------------------------------------------------------------------
+
+
+def load_decoder(
+    target: str | None, drafter: str | None, block_size: int | None = None, trust_remote_code: bool = False
+) -> "DFlashSpeculativeDecoder":
     """The decoder that every command uses; without names, the bundled models."""
     from ..generate import DFlashSpeculativeDecoder
 
-    return DFlashSpeculativeDecoder.from_pretrained(target, drafter, block_size=block_size)
+    asked: dict[str, Any] = {"block_size": block_size} if block_size is not None else {}
+    if trust_remote_code:
+        asked["trust_remote_code"] = True
+    return DFlashSpeculativeDecoder.from_pretrained(target, drafter, **asked)
+
+
+def load_decoders(
+    target: str | None, drafters: Sequence[str], block_size: int | None = None, trust_remote_code: bool = False
+) -> dict[str, "DFlashSpeculativeDecoder"]:
+    """A decoder for each drafter, by its name; they share the target. Without names, the bundled models."""
+    if len(set(drafters)) < len(drafters):
+        raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(drafters)}.")
+    if not drafters:
+        return {"bundled": load_decoder(target, None, block_size, trust_remote_code)}
+    first, *others = drafters
+    decoders = {first: load_decoder(target, first, block_size, trust_remote_code)}
+    if others:
+        from .. import DFlashSpeculativeDecoder, load_drafter
+
+        asked: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
+        loaded = decoders[first].loaded_target
+        decoders |= {name: DFlashSpeculativeDecoder(loaded, load_drafter(name), **asked) for name in others}
+    return decoders
 
 
 def set_seed(seed: int | None) -> None:
@@ -41,18 +211,30 @@ def set_seed(seed: int | None) -> None:
         mx.random.seed(seed)
 
 
-def show(text: str) -> None:
-    """Print a piece of text as it comes."""
-    print(text, end="", flush=True)
+def score_answers(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:
+    """Judge answers to requests of the toy tasks, which the bundled models know."""
+    from ..training.toy.tasks import check_answers
 
-
-def stdin_text(keep_ends: bool) -> str:
-    """Standard input, with or without the white space at its ends."""
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DFlashError(f"Standard input is not UTF-8 text: {error}.") from error
-    return text if keep_ends else text.strip()
+        return [verdict.ok for verdict in check_answers(pairs)]
+    except (KeyError, TypeError) as error:
+        raise DFlashError(f'A "check" in the prompts is of no known kind: {error!r}.') from error
+
+
+# --- text in, text and tables out ----------------------------------------------------------------------
+
+
+def prompt_text(prompt: str, keep_ends: bool = False) -> str:
+    """The prompt of a command; ``-`` is standard input, with or without the white space at its ends."""
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DFlashError(f"Standard input is not UTF-8 text: {error}.") from error
+        prompt = prompt if keep_ends else prompt.strip()
+    if not prompt.strip():
+        raise DFlashError("The prompt is empty; expected text.")
+    return prompt
 
 
 def json_object(text: str | None, option: str) -> dict[str, Any]:
@@ -64,6 +246,17 @@ def json_object(text: str | None, option: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'{option} must be a JSON object such as {{"enable_thinking": false}}, got {text}.')
     return value
+
+
+def show(text: str) -> None:
+    """Print a piece of text as it comes."""
+    print(text, end="", flush=True)
+
+
+def show_progress() -> None:
+    """Let the log lines of :func:`~dflash.progress.progress` through to stderr, and no other information."""
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("dflash.progress").setLevel(logging.INFO)
 
 
 def print_pairs(pairs: dict[str, str]) -> None:
@@ -83,11 +276,6 @@ def print_rich(renderable: Any) -> None:
     console.print(renderable)
 
 
-def score_answers(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:
-    """Judge answers to requests of the world that the shipped pair knows."""
-    from ..training.toy.tasks import check_answers
-
-    try:
-        return [verdict.ok for verdict in check_answers(pairs)]
-    except (KeyError, TypeError) as error:
-        raise DFlashError(f'A "check" in the prompts is not of a kind that is known: {error!r}.') from error
+def path_or_bundled(name: str | None) -> str:
+    """How JSON names a model: an absolute path, a hub name, or ``bundled``."""
+    return "bundled" if name is None else str(Path(name).resolve()) if Path(name).exists() else name

@@ -1,0 +1,218 @@
+"""Answers with their times: plain mlx_lm and DFlash on the same prompts, in turns.
+
+Knows how to time a stream of tokens. Must not know the command line, tokenizers, how results are shown, or how
+an answer is judged.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.generate import generation_stream
+
+from ..errors import DFlashError, GenerationError, one_line
+from ..generate import DFlashSpeculativeDecoder
+from ..sampling import GREEDY, LogitsProcessor, Sampler
+from ..target import LoadedTargetModel
+from .identity import Difference, find_difference
+
+PLAIN, DFLASH = "plain mlx_lm", "DFlash"
+
+
+class Step(NamedTuple):
+    """New tokens, the text that became certain, and for a block how many tokens were drafted and accepted."""
+
+    tokens: list[int]
+    text: str
+    block: tuple[int, int] | None = None
+
+
+Side = Callable[[list[int]], Iterator[Step]]
+"""One way to answer a prompt of token ids. Its first step brings exactly one token."""
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """A request as text (to be shown), as token ids, and, where known, plain data to judge its answer by."""
+
+    text: str
+    tokens: list[int]
+    check: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One side's answer.
+
+    Args:
+        tokens: What was generated.
+        text: The same as text.
+        seconds: Time since the first token.
+        committed: Tokens that each block committed, those after a stop token left out; empty for plain decoding.
+        drafted: Tokens that each block drafted.
+        accepted: Drafts that each block accepted.
+    """
+
+    tokens: list[int]
+    text: str
+    seconds: float
+    committed: list[int]
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def tps(self) -> float | None:
+        """Tokens after the first per second since the first; ``None`` where there is only one."""
+        return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 and self.seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """All runs of one prompt, plain and with one drafter; run ``i`` of one side belongs to run ``i`` of the other."""
+
+    prompt: BenchPrompt
+    plain: list[Run]
+    dflash: list[Run]
+    difference: Difference | None
+
+    @property
+    def ratios(self) -> list[float]:
+        """DFlash's speed over plain's, run by run, where both have one."""
+        pairs = zip(self.plain, self.dflash, strict=True)
+        return [d.tps / p.tps for p, d in pairs if p.tps is not None and d.tps is not None]
+
+
+def plain_side(
+    target: LoadedTargetModel,
+    max_tokens: int,
+    longest: int | None = None,
+    sampler: Sampler = GREEDY,
+    logits_processors: list[LogitsProcessor] | None = None,
+) -> Side:
+    """``mlx_lm.stream_generate`` as its users call it; prompt and answer have at most ``longest`` tokens.
+
+    Raises :class:`~dflash.errors.GenerationError` for fewer than one token: -1 would mean no end to mlx-lm.
+    """
+    if max_tokens < 1:
+        raise GenerationError(f"max_tokens must be at least 1 to compare, got {max_tokens}.")
+    options: dict[str, Any] = {"sampler": sampler, "logits_processors": logits_processors}
+
+    def answer(prompt: list[int]) -> Iterator[Step]:
+        room = _room(max_tokens, longest, prompt)
+        stream = mlx_lm.stream_generate(target.model, target.tokenizer, prompt, room, **options)
+        return (Step([r.token], r.text) for r in stream)
+
+    return answer
+
+
+def dflash_side(
+    decoder: DFlashSpeculativeDecoder,
+    max_tokens: int,
+    temperature: float = 0.0,
+    longest: int | None = None,
+    **options: Any,
+) -> Side:
+    """:meth:`~dflash.DFlashSpeculativeDecoder.stream_generate` as its users call it, with its ``options``."""
+
+    def answer(prompt: list[int]) -> Iterator[Step]:
+        stream = decoder.stream_generate(prompt, _room(max_tokens, longest, prompt), temperature, **options)
+        for i, r in enumerate(stream):  # the first token is the prompt's own pass, which is no block
+            yield Step(r.tokens, r.text, (len(r.drafted), r.accepted) if i else None)
+
+    return answer
+
+
+def _room(max_tokens: int, longest: int | None, prompt: list[int]) -> int:
+    return max_tokens if longest is None else max(1, min(max_tokens, longest - len(prompt)))
+
+
+def time_side(side: Side, prompt: list[int], show: Callable[[str], object] | None = None) -> Run:
+    """Let ``side`` answer and take the time; ``show`` gets the text piece by piece."""
+    mx.synchronize(generation_stream)  # plain decoding leaves one step more than it needs in flight
+    steps: list[Step] = []
+    first = now = time.perf_counter()
+    for step in side(prompt):
+        now = time.perf_counter()
+        first = first if steps else now
+        steps.append(step)
+        if show is not None:
+            show(step.text)
+    blocks = [(len(s.tokens), *s.block) for s in steps if s.block]
+    return Run(
+        [token for s in steps for token in s.tokens],
+        "".join(s.text for s in steps),
+        now - first,
+        *([block[i] for block in blocks] for i in range(3)),
+    )
+
+
+def compare(
+    target: LoadedTargetModel,
+    plain: Side,
+    drafters: Mapping[str, Side],
+    prompts: Sequence[BenchPrompt],
+    runs: int = 1,
+    *,
+    greedy: bool = True,
+    seed: int = 0,
+    on_failure: Callable[[DFlashError], object] | None = None,
+) -> Iterator[dict[str, PromptResult]]:
+    """Answer every prompt ``runs`` times by plain decoding and each drafter in turns, the first to go changing.
+
+    One uncounted run of each side on the first prompt comes first. Yields the results of a prompt by the name of
+    the drafter. Unless ``greedy``, tokens come from random streams of their own and are not compared.
+
+    Raises :class:`~dflash.errors.DFlashError`, naming side and prompt, if one side fails; with ``on_failure`` it
+    goes there instead, and the next prompt follows.
+    """
+    if runs < 1:
+        raise GenerationError(f"runs must be at least 1, got {runs}.")
+    sides = {PLAIN: plain, **drafters}
+    warm = False
+    for i, prompt in enumerate(prompts):
+        try:
+            if not warm:
+                for name in sides:
+                    _run(sides, name, prompt.tokens, i + 1)
+            warm = True
+            done = _in_turns(sides, prompt, i, runs, seed)
+        except DFlashError as error:
+            if on_failure is None:
+                raise
+            on_failure(error)
+            continue
+        results = {}
+        for name in drafters:
+            found = find_difference(target, prompt.tokens, *_pairs(done[PLAIN], done[name])) if greedy else None
+            results[name] = PromptResult(prompt, done[PLAIN], done[name], found)
+        yield results
+
+
+def _in_turns(
+    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int
+) -> dict[str, list[Run]]:
+    done: dict[str, list[Run]] = {name: [] for name in sides}
+    names = list(sides)
+    for run in range(runs):
+        first = (number + run) % len(names)
+        for name in names[first:] + names[:first]:
+            mx.random.seed(seed + run)
+            done[name].append(_run(sides, name, prompt.tokens, number + 1))
+    return done
+
+
+def _pairs(plain: list[Run], dflash: list[Run]) -> tuple[list[list[int]], list[list[int]]]:
+    return [run.tokens for run in plain], [run.tokens for run in dflash]
+
+
+def _run(sides: Mapping[str, Side], name: str, tokens: list[int], number: int) -> Run:
+    try:
+        run = time_side(sides[name], tokens)
+    except Exception as error:  # whatever a model, a kernel or another package's drafter raises
+        raise DFlashError(f"{name} failed on prompt {number}: {one_line(error)}") from error
+    if not run.tokens:
+        raise DFlashError(f"{name} wrote nothing for prompt {number}.")
+    return run

@@ -1,0 +1,118 @@
+"""``dflash eval``: how good a drafter is, by decoding a file of prompts.
+
+Knows options, files and what to print. Must not know how anything is measured. Mounted by ``cli``.
+"""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import DFlashError
+from . import options
+from .requests import Form, Requests, that_fit
+
+if TYPE_CHECKING:
+    from ..training.evaluate import Acceptance
+
+app = typer.Typer()
+
+MAX_TOKENS = 256
+
+
+@app.command("eval")
+def evaluate(
+    drafter: Annotated[
+        str | None,
+        typer.Argument(metavar="[PATH|HUB]", help="Default: the bundled one.", callback=options.not_empty),
+    ] = None,
+    target: options.Target = None,
+    prompts: options.Prompts = None,
+    template: options.Template = None,
+    limit: options.Limit = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = MAX_TOKENS,
+    temp: options.Temp = 0.0,
+    top_p: options.TopP = 0.0,
+    top_k: options.TopK = 0,
+    seed: options.RunSeed = 0,
+    chat: options.Chat = True,
+    system: options.System = None,
+    chat_template_config: options.TemplateConfig = None,
+    verify: options.Verify = None,
+    sampler: options.SamplerName = None,
+    logits_processor: options.ProcessorNames = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Score a drafter on a file of prompts by decoding: acceptance length, and acceptance by position.
+
+    Ctrl-C ends it with the score of the prompts that were answered.
+
+    Examples:
+
+    dflash eval
+    dflash eval runs/qwen3-4b/drafter --target Qwen/Qwen3-4B --prompts mine.jsonl --json
+    dflash eval DRAFTER --target TARGET --prompts gsm8k.jsonl --template "Question: {question}" --limit 50
+    """
+    asked = dict(locals())
+    from ..bench import HELDOUT
+    from ..bench.environment import environment
+
+    form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
+    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify)
+    requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
+    decoder = options.load_decoder(target, drafter, trust_remote_code=trust_remote_code)
+    loaded = decoder.loaded_target
+    fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, max_tokens)
+    options.set_seed(seed)
+    options.show_progress()
+    parts, interrupted = _parts(decoder, [p.tokens for p in fitting], max_tokens, sampling)
+    settings = {name: value for name, value in asked.items() if name != "as_json"} | {
+        "target": options.path_or_bundled(target),
+        "drafter": options.path_or_bundled(drafter),
+        "prompts": requests.identity(),
+    }
+    about = {"settings": settings, "environment": environment(), "complete": not (interrupted or left_out)}
+    _show(parts, decoder.draft_model.block_size, about | {"left_out": left_out}, as_json)
+    if interrupted:
+        print(f"Stopped after {len(parts)} of {len(fitting)} prompts.", file=sys.stderr)
+        raise typer.Exit(130)
+
+
+def _parts(
+    decoder: Any, prompts: list[list[int]], max_tokens: int, sampling: options.Sampling
+) -> tuple[list["Acceptance"], bool]:
+    """Counts of each prompt that was answered, and whether Ctrl-C came before the last."""
+    from ..progress import progress
+    from ..training.evaluate import measure_each
+
+    each = measure_each(
+        decoder.loaded_target, decoder.draft_model, prompts, max_tokens, sampling.temp, **sampling.for_dflash()
+    )
+    parts: list[Acceptance] = []
+    try:
+        for part in progress(each, "eval", len(prompts)):
+            parts.append(part)
+    except KeyboardInterrupt:
+        if not parts:
+            raise
+        return parts, True
+    return parts, False
+
+
+def _show(parts: list["Acceptance"], block_size: int, about: dict[str, Any], as_json: bool) -> None:
+    from ..training.evaluate import total
+
+    results = {"prompts": len(parts)} | total(parts, block_size).results()
+    if not results["blocks"]:
+        raise DFlashError("No answer was long enough for a block, so there is no acceptance to measure.")
+    if as_json:
+        each = [{"acceptance_length": p.length, "blocks": p.blocks, "generated_tokens": p.committed} for p in parts]
+        print(json.dumps(results | {"by_prompt": each} | about))
+        return
+    print(f"acceptance length {results['acceptance_length']:.3f} tokens per target pass")
+    print(f"{results['prompts']} prompts, {results['blocks']} blocks, {results['generated_tokens']} tokens")
+    print("position   blocks accepted up to it")
+    for position, share in enumerate(results["acceptance_by_position"], 1):
+        print(f"{position:8}   {share:.3f}")

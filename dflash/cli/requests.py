@@ -1,0 +1,106 @@
+"""The prompts of a command: read before a model loads, made into token ids once it has.
+
+Knows prompt files, chat templates and lengths. Must not know options of any one command, or what becomes of them.
+"""
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DataError, DFlashError, GenerationError
+
+if TYPE_CHECKING:
+    from ..bench import BenchPrompt
+    from ..prompts import Conversation
+    from ..target import LoadedTargetModel
+
+_SYSTEM = ("system", "developer")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a prompt becomes tokens: through the chat template or raw, the template's switches, a system prompt."""
+
+    chat: bool = True
+    switches: dict[str, Any] | None = None
+    system: str | None = None
+
+    def tokens(self, prompt: str | list[dict[str, str]], target: "LoadedTargetModel") -> list[int]:
+        """Token ids of a text or of messages. Raises :class:`~dflash.errors.GenerationError` where they have none."""
+        from ..request import prompt_tokens
+
+        return prompt_tokens(
+            target, prompt, chat=self.chat, system=self.system, chat_template_config=self.switches or None
+        )
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Conversations to answer, and where they came from."""
+
+    conversations: list["Conversation"]
+    source: str
+
+    @classmethod
+    def read(cls, source: str | Path, *, template: str | None = None, limit: int | None = None) -> "Requests":
+        """The first ``limit`` conversations of a JSONL file or a hub dataset; ``template`` makes their prompts."""
+        from ..prompts import read_conversations
+
+        if limit is not None and limit < 1:
+            raise DFlashError(f"--limit must be at least 1, got {limit}.")
+        return cls(read_conversations(source, template=template, limit=limit), str(source))
+
+    def identity(self) -> dict[str, Any]:
+        """Plain data by which to tell one file of prompts from another."""
+        path = Path(self.source)
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        return {"source": self.source, "sha256": sha256, "prompts": len(self.conversations)}
+
+    def encode(self, target: "LoadedTargetModel", form: Form) -> list["BenchPrompt"]:
+        """Each conversation up to the response that is wanted, as token ids.
+
+        Raises :class:`~dflash.errors.DataError`, naming the line, where the target cannot take one.
+        """
+        from ..bench import BenchPrompt
+
+        prompts = []
+        for conversation in self.conversations:
+            messages = list(conversation.unanswered().messages)
+            check = conversation.extra.get("check")
+            if check is not None and not isinstance(check, dict):
+                raise DataError(f'{conversation.where}: "check" must be an object, got {type(check).__name__}.')
+            own = replace(form, system=None) if messages[0]["role"] in _SYSTEM else form
+            alone = len(messages) == 1 and messages[0]["role"] == "user"
+            try:
+                tokens = own.tokens(messages[0]["content"] if alone else messages, target)
+            except GenerationError as error:
+                raise DataError(f"{conversation.where}: {error}") from error
+            prompts.append(BenchPrompt(messages[-1]["content"], tokens, check))
+        return prompts
+
+
+def that_fit(
+    requests: Requests, prompts: list["BenchPrompt"], longest: int | None, max_tokens: int
+) -> tuple[list["BenchPrompt"], list[str]]:
+    """The prompts that leave room for ``max_tokens`` tokens, and one sentence on each that does not.
+
+    Raises :class:`~dflash.errors.DFlashError` if none does.
+    """
+    fitting, left_out = [], []
+    for prompt, conversation in zip(prompts, requests.conversations, strict=True):
+        if longest is None or len(prompt.tokens) + max_tokens <= longest:
+            fitting.append(prompt)
+            continue
+        left_out.append(
+            f"{conversation.where} is left out: {len(prompt.tokens)} prompt tokens and {max_tokens} new ones exceed "
+            f"the limit of {longest}."
+        )
+    if not fitting:
+        raise DFlashError(f"No prompt of {requests.source} fits: {left_out[0]} Ask for fewer tokens.")
+    for sentence in left_out:
+        logger.warning("%s", sentence)
+    return fitting, left_out

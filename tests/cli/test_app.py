@@ -1,0 +1,91 @@
+"""What holds for every command: help, wrong usage, one-line errors, Ctrl-C, a reader that goes away."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from support.cli import assert_one_error, invoke
+from support.models import writer
+
+import dflash
+from dflash import backend
+from dflash.cli import options as cli_options
+from dflash.errors import BackendError
+
+
+def test_no_backend_is_one_line(monkeypatch):
+    def no_backend():
+        raise BackendError("MLX has no backend on this machine.")
+
+    monkeypatch.setattr(backend, "require_mlx", no_backend)
+    assert_one_error(invoke("doctor"), "MLX has no backend")
+
+
+def test_version_and_help():
+    assert invoke("--version").stdout == f"dflash-research {version('dflash-research')}\n"
+    commands = ("generate", "bench", "eval", "doctor", "demo", "prepare", "cache-features", "train", "export")
+    for command in commands:
+        result = invoke(command, "-h")
+        assert result.exit_code == 0
+        assert f"dflash {command}" in result.stdout.split("Examples:")[1]
+
+
+@pytest.mark.parametrize("args", [["generate"], ["generate", "a", "--nope"], ["bench", "--runs", "x"], ["nope"]])
+def test_wrong_usage_exits_2(args):
+    assert invoke(*args).exit_code == 2
+
+
+def test_debug_shows_the_traceback():
+    result = invoke("--debug", "generate", "Hi", "--target", "only")
+    assert isinstance(result.exception, dflash.DFlashError)
+
+
+def test_ctrl_c_exits_130_quietly(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_options, "load_decoder", interrupted)
+    result = invoke("generate", "Hi")
+    assert (result.exit_code, result.stderr) == (130, "")
+
+
+def test_a_reader_that_goes_away_is_no_error_message(pair):
+    command = [
+        sys.executable,
+        "-c",
+        "from dflash.cli import main; main()",
+        "generate",
+        "Hi",
+        *pair,
+        "--max-tokens",
+        "30",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+
+
+def test_the_package_runs_as_a_module():
+    run = subprocess.run([sys.executable, "-m", "dflash", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout == f"dflash-research {version('dflash-research')}\n"
+
+
+def test_a_plugin_is_imported_before_the_command(tmp_path, monkeypatch):
+    plugin = tmp_path / "shout.py"
+    plugin.write_text("""
+import mlx.core as mx
+import dflash
+from dflash.sampling import register_logits_processor
+
+@register_logits_processor("only_token_65")
+def only(tokens, logits):
+    return mx.where(mx.arange(logits.shape[-1]) == 65, logits, -mx.inf)
+""")
+    monkeypatch.setattr(cli_options, "load_decoder", lambda *_, **__: writer("hello"))
+    named = ["generate", "AB", "--raw", "--max-tokens", "3", "--logits-processor", "only_token_65", "--json"]
+    answer = json.loads(invoke("--plugin", plugin, *named).stdout)
+    assert answer["tokens"] == [65, 65, 65]
+    assert_one_error(invoke("--plugin", tmp_path / "none.py", "doctor"), "Cannot load the plug-in .*none.py")

@@ -1,0 +1,206 @@
+"""``dflash generate`` and ``dflash demo``: clean stdout, the JSON keys, one-line errors, exit codes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli import assert_one_error, invoke
+from support.models import byte_tokenizer, writer
+
+from dflash import bench
+from dflash.cli import options as cli_options
+from dflash.training.toy.tasks import samples
+
+GENERATE_KEYS = {
+    *("text", "tokens", "prompt_tokens", "generation_tokens", "accepted", "acceptance_length", "prompt_tps"),
+    *("generation_tps", "peak_memory", "finish_reason", "committed", "drafted"),
+}
+
+# --- generate -----------------------------------------------------------------------------------------
+
+
+def test_json_has_the_documented_keys_and_adds_up(pair):
+    result = invoke("generate", "Hi", *pair, "--max-tokens", "30", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert set(answer) == GENERATE_KEYS
+    assert sum(answer["committed"]) + 1 == answer["generation_tokens"] == len(answer["tokens"]) <= 30
+    assert answer["acceptance_length"] == pytest.approx((len(answer["tokens"]) - 1) / len(answer["drafted"]))
+    assert all(0 <= a <= d < 8 for a, d in zip(answer["accepted"], answer["drafted"], strict=True))
+    assert answer["finish_reason"] in ("stop", "length")
+    assert answer["prompt_tokens"] > 2  # the chat template is there
+
+
+def test_stdout_holds_the_text_and_stderr_one_line_on_speed(pair):
+    text = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "30", "--json").stdout)["text"]
+    result = invoke("generate", "Hi", *pair, "--max-tokens", "30")
+    assert result.stdout_bytes.decode() == text + "\n"
+    assert re.fullmatch(r"30 tokens, [\d.]+ tokens/s, acceptance length [\d.]+, \d+ blocks\n", result.stderr)
+
+
+def test_a_dash_reads_the_prompt_and_raw_takes_it_as_it_is(pair):
+    raw = json.loads(invoke("generate", "-", "--raw", *pair, "--max-tokens", "1", "--json", stdin="Hi\n").stdout)
+    assert raw["prompt_tokens"] == len(byte_tokenizer().encode("Hi\n"))
+    chat = [
+        json.loads(invoke("generate", prompt, *pair, "--max-tokens", "9", "--json", stdin="Hi\n").stdout)
+        for prompt in ("-", "Hi")
+    ]
+    assert chat[0]["tokens"] == chat[1]["tokens"]
+
+
+def test_a_seed_repeats_a_sample_and_another_changes_it(pair):
+    options = [*pair, "--max-tokens", "20", "--json", "--temp", "1", "--top-k", "50", "--top-p", "0.95"]
+    answers = [json.loads(invoke("generate", "Hi", *options, "--seed", s).stdout)["tokens"] for s in "112"]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_stop_ends_the_text_before_it(monkeypatch):
+    monkeypatch.setattr(cli_options, "load_decoder", lambda *_: writer("one two three"))
+    result = invoke("generate", "AB", "--raw", "--stop", "zzz", "--stop", " th", "--json")
+    answer = json.loads(result.stdout)
+    assert (answer["text"], answer["finish_reason"]) == ("one two", "stop")
+
+
+def test_no_tokens_asked_for_is_no_tokens(pair):
+    answer = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "0", "--json").stdout)
+    assert (answer["text"], answer["tokens"], answer["acceptance_length"]) == ("", [], None)
+    assert answer["prompt_tokens"] > 2
+
+
+def test_a_single_token_has_no_speed(pair):
+    result = invoke("generate", "Hi", *pair, "--max-tokens", "1")
+    assert result.stderr == "1 token, too few to time\n"
+
+
+def test_a_system_prompt_and_template_switches_reach_the_template(loud_pair):
+    pair = loud_pair
+    plain = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "1", "--json").stdout)
+    with_system = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "1", "--json", "--system", "Be").stdout)
+    tokenizer = byte_tokenizer()
+    messages = [{"role": "system", "content": "Be"}, {"role": "user", "content": "Hi"}]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert with_system["prompt_tokens"] == len(expected) > plain["prompt_tokens"]
+    switch = ("--chat-template-config", '{"loud": true}')
+    loud = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "1", "--json", *switch).stdout)
+    assert loud["prompt_tokens"] == plain["prompt_tokens"] + 4
+
+
+@pytest.mark.parametrize("seed", [2**64, 99999999999999999999999, -1])
+def test_a_seed_that_the_random_state_cannot_hold_is_one_line(pair, seed):
+    assert_one_error(invoke("generate", "Hi", *pair, f"--seed={seed}"), f"--seed must be .* to {2**64 - 1}, got {seed}")
+
+
+def test_the_greatest_seed_is_taken(pair):
+    result = invoke("generate", "Hi", *pair, "--max-tokens", "3", "--temp", "1", "--seed", str(2**64 - 1))
+    assert result.exit_code == 0, result.output
+
+
+def test_an_argument_that_is_not_utf8_is_one_line(pair):
+    latin1 = b"caf\xe9".decode("utf-8", "surrogateescape")  # as Python hands over such an argument
+    assert_one_error(invoke("generate", latin1, *pair), "The prompt is not UTF-8 text .character 4.")
+    assert_one_error(invoke("demo", latin1, *pair), "The prompt is not UTF-8 text")
+    assert_one_error(invoke("generate", "Hi", *pair, "--stop", latin1), "--stop is not UTF-8 text")
+
+
+def test_a_character_that_the_output_lacks_is_shown_by_its_code(monkeypatch):
+    """In a process of its own: the encoding of stdout is chosen as Python starts."""
+    program = (
+        "import sys; from dflash.cli import options, main; from support.models import writer;"
+        "options.load_decoder = lambda *_: writer('caf\\u00e9 \\U0001f642');"
+        "sys.argv[1:] = ['generate', 'AB', '--raw']; main()"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)
+    assert run.returncode == 0, run.stderr.decode()
+    assert run.stdout == b"caf\\xe9 \\U0001f642\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "Hi"], ["bench"], ["eval"], ["demo"], ["doctor"]])
+def test_an_empty_target_is_refused_and_no_bundled_model_answers(command):
+    assert_one_error(invoke(*command, "--target", ""), "--target is empty; give a value, or leave the option out")
+
+
+@pytest.mark.parametrize("command", [["generate", "Hi"], ["bench"], ["demo"]])
+def test_an_empty_drafter_is_refused(command, pair):
+    assert_one_error(invoke(*command, *pair[:2], "--drafter", " "), "--drafter is empty")
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", "-"])
+def test_demo_takes_prompts_as_generate_does(prompt):
+    assert_one_error(invoke("demo", prompt, stdin=""), "The prompt is empty; expected text")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["Hi", "--target", "no/such folder", "--drafter", "x"], "No checkpoint folder at 'no/such folder'"),
+        (["Hi", "--target", "only"], "give both, or neither"),
+        (["", "PAIR"], "prompt is empty"),
+        (["-", "PAIR"], "prompt is empty"),
+        (["Hi", "PAIR", "--max-tokens", "-1"], "max_tokens must be a whole number of at least 0, got -1"),
+        (["Hi", "PAIR", "--max-tokens", "600"], "600 exceeds the limit of 512"),
+        (["Hi", "PAIR", "--block-size", "0"], "block_size must be .* at least 1"),
+        (["Hi", "PAIR", "--temp", "-1"], "temperature must be .*got -1.0"),
+        (["Hi", "PAIR", "--top-p", "2"], "top_p must be .* from 0 to 1, got 2.0"),
+        (["Hi", "PAIR", "--temp", "1", "--top-k", "1000000"], "top_k must be less than the target's vocabulary"),
+        (["Hi", "PAIR", "--stop", ""], "--stop must not be empty"),
+        (["Hi", "PAIR", "--verify", "nope"], "nope"),
+        (["Hi", "PAIR", "--sampler", "nope"], "nope"),
+        (["Hi", "PAIR", "--logits-processor", "nope"], "nope"),
+        (["Hi", "PAIR", "--chat-template-config", "[1]"], "--chat-template-config must be a JSON object"),
+    ],
+)
+def test_bad_requests_are_one_line_and_exit_1(pair, args, message):
+    args = [a for arg in args for a in (pair if arg == "PAIR" else [arg])]
+    assert_one_error(invoke("generate", *args), message)
+
+
+# --- demo ---------------------------------------------------------------------------------------------
+
+
+def demo_with(monkeypatch, tmp_path, answer: str, sample, *args: str):
+    """Run the demo with a target that writes ``answer`` and one heldout request."""
+    file = tmp_path / "heldout.jsonl"
+    file.write_text(json.dumps({"prompt": sample.prompt, "check": sample.check}) + "\n")
+    monkeypatch.setattr(bench, "HELDOUT", file)
+    prompt = writer("").loaded_target.build_prompt(args[0] if args else sample.prompt)
+    monkeypatch.setattr(cli_options, "load_decoder", lambda *_, **__: writer(answer, prompt, p=0.9))
+    return invoke("demo", *args)
+
+
+def long_function():
+    """Long enough for the demo, and short enough for its limit, with a token a byte."""
+    found = samples(0, 200, "heldout")
+    return next(s for s in found if s.kind == "function" and 150 < len(s.answer) < 450)
+
+
+def test_the_demo_shows_both_answers_and_passes_its_check(monkeypatch, tmp_path):
+    sample = long_function()
+    result = demo_with(monkeypatch, tmp_path, sample.answer, sample)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count(sample.answer) == 2
+    for expected in (sample.prompt, "plain mlx_lm", "DFlash", "ratio", "identical", "passes its check"):
+        assert expected in result.stdout
+
+
+def test_the_demo_exits_1_when_the_function_fails_its_check(monkeypatch, tmp_path):
+    sample = long_function()
+    wrong = "def f(x):\n    " + 80 * "# " + "\n    return None\n"
+    result = demo_with(monkeypatch, tmp_path, wrong, sample)
+    assert result.exit_code == 1
+    assert "FAILS its check" in result.stdout
+
+
+def test_the_demo_takes_a_request_of_ones_own_and_checks_nothing(monkeypatch, tmp_path):
+    result = demo_with(monkeypatch, tmp_path, "Hello there", long_function(), "Greet me")
+    assert result.exit_code == 0, result.output
+    assert "identical" in result.stdout
+    assert "check" not in result.stdout
+
+
+def test_the_demo_says_so_when_no_request_suits(monkeypatch, tmp_path):
+    assert_one_error(demo_with(monkeypatch, tmp_path, "def f(): short", long_function()), "No request is answered")

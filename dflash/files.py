@@ -87,6 +87,11 @@ def read_safetensors(folder: Path) -> dict[str, mx.array]:
             loaded = cast(dict[str, mx.array], mx.load(str(file)))
             mx.eval(loaded)
         except RuntimeError as error:
+            if "unsupported dtype" in str(error):
+                dtype = str(error).split()[-1]
+                raise CheckpointError(
+                    f"{file} holds {dtype} numbers, which MLX does not read; store bfloat16."
+                ) from error
             raise CheckpointError(f"{file} is damaged or truncated: {one_line(error)}") from error
         for name in loaded:
             if name in origin:

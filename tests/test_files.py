@@ -4,7 +4,9 @@ import json
 import os
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dflash import files
 from dflash.errors import CheckpointError, DFlashError
@@ -56,6 +58,12 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, w
     shards(tmp_path, {"model-1.safetensors": ["a"]})
     (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(CheckpointError, match=words):
+        files.read_safetensors(tmp_path)
+
+
+def test_a_type_that_mlx_does_not_read_is_named(tmp_path):
+    save_file({"a": np.arange(4.0)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="F64 numbers, which MLX does not read"):
         files.read_safetensors(tmp_path)
 
 

@@ -51,6 +51,8 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     algorithms = [config.get("speculators_model_type"), (speculators or {}).get("algorithm")]
     architectures = _names(values.get("architectures"))
     refuse_architecture(architectures, algorithms)
+    if values.get("hidden_act"):
+        values.pop("hidden_activation", None)  # Gemma's own spelling, left over from the target
     for name, value in values.items():
         refuse_key(name, value)
 

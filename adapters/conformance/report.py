@@ -5,8 +5,8 @@ Knows rich. Must not know what is checked.
 
 from dataclasses import dataclass, field
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 
 @dataclass(frozen=True)
@@ -62,5 +62,5 @@ class Report:
         """For a terminal or a notebook: check, verdict, first difference."""
         table = Table("check", "verdict", "first difference", title=self.title, title_justify="left")
         for c in self.checks:
-            table.add_row(c.name, "[green]pass[/]" if c.passed else "[red]fail[/]", escape(c.difference))
+            table.add_row(c.name, Text("pass", "green") if c.passed else Text("fail", "red"), Text(c.difference))
         return table

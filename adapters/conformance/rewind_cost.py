@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 from rich.table import Table
+from rich.text import Text
 
 from dflash.errors import DFlashError
 from dflash.progress import progress
@@ -129,7 +130,7 @@ def table(costs: list[Cost]) -> Table:
             f"{c.parameters / 1e6:.0f}M",
             f"{1e3 * c.block:.1f} ms",
             f"{1e3 * c.rewind:.2f} ms",
-            f"[{verdict}]{c.fraction:.1%}[/]",
+            Text(f"{c.fraction:.1%}", style=verdict),
             f"{c.allowed:.0%}",
         )
     return shown

@@ -218,9 +218,9 @@ def _features(trial: Trial) -> None:
             raise Mismatch(f"feature() of layer {i} is none of the hidden states that the layer returned")
 
 
-def _close(ours: mx.array, theirs: mx.array) -> bool:
+def _close(ours: mx.array, theirs: mx.array, limit: float | None = None) -> bool:
     try:
-        assert_close("", ours, theirs)
+        assert_close("", ours, theirs, limit)
     except Mismatch:
         return False
     return True
@@ -231,9 +231,9 @@ def _head(trial: Trial) -> None:
     hidden, _ = trial.adapted
     logits = trial.target.head(hidden)
     assert_close("logits", logits, trial.one.logits)
-    if _close(trial.target.head(8 * hidden), logits):
+    if _close(trial.target.head(8 * hidden), trial.target.head(hidden / 8), limit=1e-2):
         raise Mismatch(
-            "head() gives the same logits for hidden states of 8 times the size, so it normalises them; "
+            "head() gives the same logits for hidden states of any size, so it normalises them; "
             "the model's last norm belongs to the backbone's pass, because a drafter has a norm of its own"
         )
 

@@ -29,7 +29,7 @@ TABLE = Path(__file__).parents[2] / "adapters" / "ARCHITECTURES.md"
 HEADER = """# Architectures
 
 What `dflash.adapters.conformance.check` finds for a small random model of every architecture module of
-mlx-lm {version}, on the CPU. Written by `make architectures` (`tests/test_architectures.py`); do not edit.
+mlx-lm {version}, on the CPU. Written by `make architectures` (`tests/adapters/test_architectures.py`); do not edit.
 
 | architecture | adapter | caches | verdict |
 |---|---|---|---|

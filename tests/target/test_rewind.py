@@ -53,7 +53,7 @@ def append(cache, positions: range, salt: int = 0):
 
 
 def handed_to_attention(cache, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Keys and values that each of the next ``count`` queries sees, in the order of their positions."""
+    """Keys and values that are visible to each of the next ``count`` queries, in the order of their positions."""
     start = cache.offset
     window = cache.max_size if isinstance(cache, RotatingKVCache) else None
     mask = cache.make_mask(count, window_size=window, return_array=count > 1)
@@ -61,14 +61,14 @@ def handed_to_attention(cache, count: int) -> list[tuple[np.ndarray, np.ndarray]
     if isinstance(cache, QuantizedKVCache):
         keys, values = (mx.dequantize(*x, group_size=SIZE, bits=8) for x in (keys, values))
     keys, values = np.array(keys[0, 0]), np.array(values[0, 0])
-    seen = np.ones((count, len(keys)), bool) if mask is None else np.array(mask)
-    assert seen.shape == (count, len(keys)), "the mask does not fit the keys"
-    order = [np.flatnonzero(row)[np.argsort(keys[row, 0], kind="stable")] for row in seen]
+    visible = np.ones((count, len(keys)), bool) if mask is None else np.array(mask)
+    assert visible.shape == (count, len(keys)), "the mask does not fit the keys"
+    order = [np.flatnonzero(row)[np.argsort(keys[row, 0], kind="stable")] for row in visible]
     return [(keys[rows], values[rows]) for rows in order]
 
 
 def play(make, prompt: int, blocks: list[tuple[int, int]]):
-    """A cache that saw a prompt and then blocks of ``m`` tokens, of which it lost the last ``r``."""
+    """A cache that was fed a prompt and then blocks of ``m`` tokens, of which it lost the last ``r``."""
     cache = make()
     append(cache, range(prompt))
     for salt, (block, rejected) in enumerate(blocks, start=1):
@@ -99,7 +99,7 @@ BLOCKS = st.lists(
 @example(prompt=1, blocks=[(6, 5)], count=1, piece=1)  # before a window of 7 or 8 is full
 @example(prompt=2, blocks=[(6, 1)], count=1, piece=1)  # fills a window of 7 exactly
 @example(prompt=7, blocks=[(2, 1)], count=1, piece=1)  # the block wraps, the rewind unwraps
-@example(prompt=12, blocks=[(9, 8), (9, 8)], count=3, piece=1)  # far behind the wrap
+@example(prompt=12, blocks=[(9, 8), (9, 8)], count=3, piece=1)  # long after the wrap
 @example(prompt=4, blocks=[(1, 0)] * 6 + [(5, 4)], count=1, piece=1)  # rotated in place, then a block
 def test_after_rewinds_attention_is_handed_the_committed_tokens_only(kind, prompt, blocks, count, piece):
     rewound = play(KINDS[kind], prompt, blocks)
@@ -113,7 +113,7 @@ def test_after_rewinds_attention_is_handed_the_committed_tokens_only(kind, promp
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 4])
 def test_rewinds_across_the_growth_of_a_cache_are_exact(kind, count):
-    """Caches grow by 256 tokens: rewind from behind that border to before it, and again."""
+    """Caches grow by 256 tokens: rewind from after that border to before it, and again."""
     blocks = [(9, 8), (9, 2), (4, 3), (9, 0), (9, 8)]
     rewound = play(KINDS[kind], 253, blocks)
     fresh = committed_only(KINDS[kind], rewound.offset, LONGEST)
@@ -175,7 +175,7 @@ def test_rewinding_beyond_what_the_cache_holds_is_an_error(length):
 
 @pytest.mark.parametrize("make", [KINDS["RotatingKVCache(7)"], KINDS["RotatingKVCache(8, keep=2)"]])
 @pytest.mark.parametrize("rejected", [3, 4, 5])
-def test_a_window_is_not_rewound_behind_its_last_update(make, rejected):
+def test_a_window_is_not_rewound_to_before_its_last_update(make, rejected):
     """What lay there was overwritten: the window would silently be too short."""
     cache = make()
     append(cache, range(20))

@@ -1,0 +1,93 @@
+"""What is wrong with a target's folder is said in one line, and what is missing is missed only where it is needed."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from support.models import STOP, byte_tokenizer, qwen3_model, save_target
+
+import dflash
+from dflash import registry
+from dflash.adapters.registry import ADAPTERS
+from dflash.errors import CheckpointError, GenerationError
+from dflash.target import load_target
+
+ODD_MODEL = """
+from mlx_lm.models.qwen3 import Model, ModelArgs
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_target(qwen3_model(1, vocab=264), tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+)
+def test_nan_weights_are_refused_by_name(folder, name):
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights[name] = mx.where(mx.arange(weights[name].size) == 5, mx.nan, weights[name].reshape(-1)).reshape(
+        weights[name].shape
+    )
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    with pytest.raises(CheckpointError, match=rf"target holds NaN in {name}; download or convert it again"):
+        load_target(folder)
+
+
+def test_without_tokenizer_files_token_ids_decode_and_text_is_refused(tmp_path, caplog):
+    folder = save_target(qwen3_model(1), tmp_path / "target", tokenizer=False)
+    target = load_target(folder)
+    assert "no tokenizer files" in caplog.text
+    assert target.tokenizer is None
+    assert target.stop_token_ids() == frozenset()
+    _, features = target.forward_with_hidden_states(mx.array([[1, 2, 3]]), target.make_cache(), (0, 2))
+    assert features.shape == (1, 3, 64)
+    with pytest.raises(GenerationError, match=r"no tokenizer.*tokenizer\.json"):
+        target.build_prompt("hello")
+
+
+def test_a_tokenizer_is_loaded_with_its_stop_tokens(folder):
+    target = load_target(folder)
+    assert target.build_prompt("ab", chat=False) == byte_tokenizer().encode("ab")
+    assert target.stop_token_ids() == {byte_tokenizer().convert_tokens_to_ids(STOP)}
+
+
+def test_code_in_a_checkpoint_runs_only_if_it_is_trusted(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_file": "odd.py"}))
+    (folder / "odd.py").write_text(ODD_MODEL)
+    with pytest.raises(CheckpointError, match=r"Python code of its own.*--trust-remote-code.*trust_remote_code=True"):
+        load_target(folder)
+    assert load_target(folder, trust_remote_code=True).num_layers == 4
+    with pytest.raises(CheckpointError, match="No checkpoint folder"):  # the target was loaded, the drafter is missing
+        dflash.DFlashSpeculativeDecoder.from_pretrained(folder, folder / "none", trust_remote_code=True)
+
+
+def test_packages_with_architectures_are_imported_before_the_model_is_loaded(folder, monkeypatch):
+    """A package may put its own module under ``mlx_lm.models``."""
+    order = []
+    monkeypatch.setattr(ADAPTERS, "_loaded", False)
+    monkeypatch.setattr(registry, "entry_points", lambda group: order.append(group) or [])
+    monkeypatch.setattr("mlx_lm.load", lambda *_, **__: order.append("model") or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load_target(folder)
+    assert order == ["dflash.adapters", "model"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_bits": 8, "kv_group_size": 48}, "kv_group_size must be 32, 64 or 128, got 48"),
+        ({"kv_bits": 5}, "kv_bits must be 2, 3, 4, 6 or 8"),
+        (
+            {"kv_bits": 8, "kv_group_size": 32},
+            "kv_group_size 32 does not divide the size of this target's attention heads",
+        ),
+    ],
+)
+def test_cache_options_that_do_not_fit_are_refused(options, message):
+    """Heads of 12 numbers: no group size divides them, which shows when the first keys come."""
+    target = dflash.LoadedTargetModel(qwen3_model(1))
+    with pytest.raises(GenerationError, match=message):
+        target.forward_hidden(mx.array([[1, 2]]), target.make_cache(**options), ())

@@ -81,6 +81,8 @@ def read_conversations(
     Raises :class:`~dflash.errors.DataError`, naming the line.
     """
     path = Path(source)
+    if limit is not None and limit < 1:
+        raise DataError(f"limit must be at least 1, got {limit}.")
     if path.exists():
         if split is not None or subset is not None:
             option = "--split" if split is not None else "--subset"

@@ -12,59 +12,71 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from ..errors import DataError
-from .options import TEMPLATE_CONFIG, json_object
+from .options import (
+    Chat,
+    Limit,
+    RunSeed,
+    Target,
+    Temp,
+    Template,
+    TemplateConfig,
+    TopK,
+    TopP,
+    TrustRemoteCode,
+    json_object,
+)
 
 app = typer.Typer()
 data_app = typer.Typer(no_args_is_help=True, help="Look into a dataset, split it anew, or write it as JSONL.")
 app.add_typer(data_app, name="data")
 
-_DATASET = typer.Argument(metavar="FOLDER", help="A dataset of dflash prepare.")
-_SPLIT = typer.Option(help="Only this split. Default: both.")
-_PERCENT = typer.Option(help="Share of conversations held out for evaluation, by a hash of the prompt; 0 is none.")
-_AT_LEAST = typer.Option(help="Hold out at least this many conversations.")
-SplitName = Literal["train", "heldout"]
+Prompts = Annotated[str, typer.Argument(metavar="FILE.jsonl|HUB", help="Prompts, with or without responses.")]
+Out = Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder of the dataset.")]
+OutOption = Annotated[Path | None, typer.Option("--output", metavar="FOLDER", help="Another way to name OUT.")]
+HubSplit = Annotated[
+    str | None, typer.Option(help="Of a hub dataset; 'train[:1000]' takes its first 1000 rows. Default: train.")
+]
+HubSubset = Annotated[str | None, typer.Option(help="Of a hub dataset that has several.")]
+Regenerate = Annotated[bool, typer.Option("--regenerate", help="Let the target write given responses anew.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of a response; it is cut there.")]
+MaxLength = Annotated[int, typer.Option(help="Most tokens of a sequence; longer ones are dropped.")]
+BatchSize = Annotated[int, typer.Option(help="Responses written at a time.")]
+ShardSize = Annotated[int, typer.Option(help="Conversations in a file; a kill loses the unfinished file.")]
+HeldoutPercent = Annotated[
+    float | None,
+    typer.Option(help="Share of conversations held out to evaluate on, by a hash of the prompt; 0: none. Default: 1."),
+]
+HeldoutAtLeast = Annotated[
+    int | None, typer.Option(help="Hold out at least this many conversations, whatever their share. Default: 1.")
+]
+Dataset = Annotated[Path, typer.Argument(metavar="FOLDER", help="A dataset of dflash prepare.")]
+SplitName = Annotated[Literal["train", "heldout"] | None, typer.Option(help="Only this split. Default: both.")]
 
 
 @app.command()
 def prepare(
-    data: Annotated[str, typer.Argument(metavar="FILE.jsonl|HUB", help="Prompts, with or without responses.")],
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="OUT", help="Folder of the dataset.", show_default=False)
-    ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Another way to name OUT.")] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="PATH|HUB", help="The target that writes the responses. Default: the bundled one."),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(help="Of a hub dataset; 'train[:1000]' takes its first 1000 rows. Default: train."),
-    ] = None,
-    subset: Annotated[str | None, typer.Option(help="Of a hub dataset that has several.")] = None,
-    template: Annotated[
-        str | None, typer.Option(help="Makes the prompt from a line's keys: 'Question: {question}'.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only this many conversations, the first.")] = None,
-    regenerate: Annotated[
-        bool, typer.Option("--regenerate", help="Let the target write given responses anew.")
-    ] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a response; it is cut there.")] = 2048,
-    max_length: Annotated[int, typer.Option(help="Most tokens of a sequence; longer ones are dropped.")] = 3072,
-    temp: Annotated[float, typer.Option(help="Temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 0 is off.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k most probable; 0 is off.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Responses written at a time.")] = 32,
-    shard_size: Annotated[int, typer.Option(help="Conversations in a file; a kill loses the unfinished file.")] = 512,
-    heldout_percent: Annotated[
-        float | None, typer.Option(help=f"{_PERCENT.help} Default: 1; can be changed later.")
-    ] = None,
-    heldout_at_least: Annotated[int | None, typer.Option(help=f"{_AT_LEAST.help} Default: 1.")] = None,
-    chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or prompts as they are.")] = True,
-    chat_template_config: Annotated[str | None, TEMPLATE_CONFIG] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")
-    ] = False,
+    data: Prompts,
+    folder: Out = None,
+    output: OutOption = None,
+    target: Target = None,
+    split: HubSplit = None,
+    subset: HubSubset = None,
+    template: Template = None,
+    limit: Limit = None,
+    regenerate: Regenerate = False,
+    max_tokens: MaxTokens = 2048,
+    max_length: MaxLength = 3072,
+    temp: Temp = 0.0,
+    top_p: TopP = 0.0,
+    top_k: TopK = 0,
+    seed: RunSeed = 0,
+    batch_size: BatchSize = 32,
+    shard_size: ShardSize = 512,
+    heldout_percent: HeldoutPercent = None,
+    heldout_at_least: HeldoutAtLeast = None,
+    chat: Chat = True,
+    chat_template_config: TemplateConfig = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Make a training dataset: prompts, answered by the target.
 
@@ -82,56 +94,59 @@ def prepare(
     dflash prepare prompts.jsonl data --target Qwen/Qwen3-4B --temp 0.7
     dflash prepare openai/gsm8k data --subset main --template "{question}"
     """
-    from ..backend import keep_freed_memory
-    from ..generate import PAIR
     from ..prompts import read_conversations
-    from ..target import load_target
     from ..training.data.prepare import PrepareSettings
-    from ..training.data.prepare import prepare as make
 
-    settings = PrepareSettings(
-        max_tokens=max_tokens,
-        max_length=max_length,
-        temp=temp,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        batch_size=batch_size,
-        shard_size=shard_size,
-        regenerate=regenerate,
-        chat=chat,
-        chat_template_config=json_object(chat_template_config, "--chat-template-config"),
-    )
+    switches = json_object(chat_template_config, "--chat-template-config")
+    sizes, sampling = (batch_size, shard_size), (temp, top_p, top_k, seed)
+    settings = PrepareSettings(max_tokens, max_length, *sampling, *sizes, regenerate, chat, switches)
     heldout = _rule(heldout_percent, heldout_at_least)
-    if (folder is None) == (output is None):
-        raise typer.BadParameter("Name one folder for the dataset, as in: dflash prepare prompts.jsonl data.")
-    out = cast(Path, folder or output)
-    if target == "":
-        raise DataError("--target is empty (an unset shell variable?); name a target, or leave the option out.")
-    if out.exists() and not out.is_dir():
-        raise DataError(f"The dataset must go to a folder, but {out} is a file; choose another name.")
+    out = _one_folder(folder, output)
     conversations = read_conversations(data, split=split, subset=subset, template=template, limit=limit)
-    keep_freed_memory()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    loaded = load_target(PAIR / "target" if target is None else target, trust_remote_code)
     hub = {"split": split, "subset": subset, "template": template}
     source = Path(data).name if Path(data).exists() else f"{data} {json.dumps(hub)}"
+    _prepare(conversations, _load(target, trust_remote_code), settings, out, source, heldout)
+
+
+def _one_folder(argument: Path | None, option: Path | None) -> Path:
+    """The one folder that was named. It is checked here: a mistake should fail before minutes of loading."""
+    if (argument is None) == (option is None):
+        raise typer.BadParameter("Name one folder for the dataset, as in: dflash prepare prompts.jsonl data.")
+    out = cast(Path, argument or option)
+    if out.exists() and not out.is_dir():
+        raise DataError(f"The dataset must go to a folder, but {out} is a file; choose another name.")
+    return out
+
+
+def _load(target: str | None, trust_remote_code: bool) -> Any:
+    from ..backend import keep_freed_memory
+    from ..generate import PAIR
+    from ..target import load_target
+
+    keep_freed_memory()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    return load_target(PAIR / "target" if target is None else target, trust_remote_code)
+
+
+def _prepare(conversations: Any, target: Any, settings: Any, folder: Path, source: str, heldout: Any) -> None:
+    from ..training.data.prepare import prepare as make
+
     try:
-        manifest = make(conversations, loaded, settings, out, source, heldout)
+        manifest = make(conversations, target, settings, folder, source, heldout)
     except KeyboardInterrupt:
-        print(f"Stopped. Finished files stay in {out}; the same command continues.", file=sys.stderr)
+        print(f"Stopped. Finished files stay in {folder}; the same command continues.", file=sys.stderr)
         raise
     _print_splits(manifest)
     dropped = {name.replace("_", " "): number for name, number in manifest["dropped"].items()}
     print("dropped ", ", ".join(f"{number} {name}" for name, number in dropped.items()))
-    print(f"The dataset is in {out}.")
+    print(f"The dataset is in {folder}.")
 
 
 @data_app.command()
 def show(
-    folder: Annotated[Path, _DATASET],
+    folder: Dataset,
     limit: Annotated[int, typer.Option(min=1, help="Show this many conversations.")] = 5,
-    split: Annotated[SplitName | None, _SPLIT] = None,
+    split: SplitName = None,
 ) -> None:
     """Print conversations of a dataset, with what the target wrote.
 
@@ -158,9 +173,9 @@ def show(
 
 @data_app.command()
 def split(
-    folder: Annotated[Path, _DATASET],
-    heldout_percent: Annotated[float, _PERCENT] = 1.0,
-    heldout_at_least: Annotated[int, _AT_LEAST] = 1,
+    folder: Dataset,
+    heldout_percent: HeldoutPercent = None,
+    heldout_at_least: HeldoutAtLeast = None,
 ) -> None:
     """Choose anew which conversations are held out; the target writes nothing.
 
@@ -176,14 +191,14 @@ def split(
     from ..training.data.dataset import change_split
     from ..training.data.split import HeldoutRule
 
-    _print_splits(change_split(folder, HeldoutRule(heldout_percent, heldout_at_least)))
+    _print_splits(change_split(folder, _rule(heldout_percent, heldout_at_least) or HeldoutRule()))
 
 
 @data_app.command()
 def export(
-    folder: Annotated[Path, _DATASET],
+    folder: Dataset,
     output: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="The file to write.")],
-    split: Annotated[SplitName | None, _SPLIT] = None,
+    split: SplitName = None,
 ) -> None:
     """Write a dataset as JSONL: {"messages": [...]} and the other keys of each prompt.
 

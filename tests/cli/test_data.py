@@ -38,6 +38,19 @@ def test_the_folder_is_an_argument_or_an_option_and_one_of_them(target_folder, t
         assert "Name one folder for the dataset" in result.stderr
 
 
+def test_every_option_reaches_the_dataset(target_folder, tmp_path):
+    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a", "response": "c"}', '{"prompt": "b", "response": "d"}')
+    given = {"max_tokens": 7, "max_length": 90, "temp": 0.5, "top_p": 0.9, "top_k": 3, "seed": 4, "batch_size": 5}
+    given |= {"shard_size": 6}
+    options = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    more = ["--regenerate", "--raw", "--chat-template-config", '{"a": 1}', "--heldout-percent", "8"]
+    result = invoke_prepare(data, tmp_path, target_folder, *options, *more, "--heldout-at-least", "0")
+    assert result.exit_code == 0, result.output
+    manifest = json.loads((tmp_path / "made/manifest.json").read_text())
+    assert manifest["settings"] == given | {"regenerate": True, "chat": False, "chat_template_config": {"a": 1}}
+    assert manifest["heldout"] == {"percent": 8, "at_least": 0}
+
+
 def test_a_dataset_is_shown_split_anew_and_exported(target_folder, target, tmp_path):
     data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"q": f"Say {i}", "answer": i}) for i in range(12)))
     made = tmp_path / "made"
@@ -79,7 +92,9 @@ def test_a_folder_without_a_dataset_is_one_line_of_error(tmp_path, command):
         (["--heldout-at-least", "-1"], "heldout_at_least must be at least 0, got -1"),
         (["--top-p", "2"], "top_p must be between 0 and 1"),
         (["--top-k", "999"], "top_k must be below the target's 264 tokens"),
-        (["--temp", "-1"], "temp must be at least 0"),
+        (["--temp", "-1"], "temp.* must be .* 0"),
+        (["--limit", "0"], "limit must be at least 1, got 0"),
+        (["--seed", str(2**64)], "--seed must be a whole number from 0 to"),
         (["--chat-template-config", "{"], "--chat-template-config is not valid JSON"),
         (["--chat-template-config", "[1]"], "--chat-template-config must be a JSON object"),
         (["--target", "no/such folder"], "No checkpoint folder at 'no/such folder'"),

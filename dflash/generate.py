@@ -50,7 +50,7 @@ class DFlashResponse:
         prompt_tokens: Tokens in the prompt.
         prompt_tps: Prompt tokens per second.
         generation_tokens: Tokens generated so far.
-        generation_tps: Generated tokens per second, counted from the end of the prompt, as in mlx-lm.
+        generation_tps: Tokens after the first per second since the first; 0 while there is only one.
         peak_memory: Peak memory of the process's MLX arrays in GB.
         finish_reason: ``"stop"``, ``"length"``, or ``None`` before the end.
     """
@@ -300,7 +300,7 @@ class DFlashSpeculativeDecoder:
                 prompt_tokens=len(prompt),
                 prompt_tps=len(prompt) / prompt_seconds,
                 generation_tokens=generated,
-                generation_tps=generated / max(time.perf_counter() - start, 1e-9),
+                generation_tps=max(generated - 1, 0) / max(time.perf_counter() - start, 1e-9),
                 peak_memory=mx.get_peak_memory() / 1e9,
                 finish_reason=finish,
             )

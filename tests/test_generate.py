@@ -5,14 +5,17 @@ should appear is known; the drafter is right as often as a test says.
 """
 
 import itertools
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.errors import refused
 from support.models import (
@@ -29,6 +32,7 @@ from support.models import (
 
 from dflash import DFlashSpeculativeDecoder, Drafter, LoadedTargetModel, Proposal
 from dflash.errors import GenerationError, IncompatibleModelsError
+from dflash.generate import PAIR
 
 PROMPT = [65, 66]
 TEXT = "naïve 日本 😀👩‍👩‍👧 text: stop here, and there"
@@ -121,6 +125,44 @@ def test_a_tokenizer_is_wrapped_once_however_it_comes():
             assert decoder.generate(PROMPT, 3) == byte_tokenizer().decode(expected)
 
 
+# --- the bundled models -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bundled() -> DFlashSpeculativeDecoder:
+    return DFlashSpeculativeDecoder.from_pretrained()
+
+
+def heldout(count: int) -> list[str]:
+    lines = (PAIR / "heldout.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt"] for line in lines[:: len(lines) // count][:count]]
+
+
+def test_the_bundled_models_write_what_plain_mlx_lm_writes_in_fewer_passes(bundled):
+    passes = committed = 0
+    for prompt in heldout(4):
+        tokens = bundled.loaded_target.build_prompt(prompt)
+        plain = list(mlx_lm.stream_generate(bundled.target_model, bundled.tokenizer, tokens, max_tokens=80))
+        ours = list(bundled.stream_generate(prompt, max_tokens=80))
+        assert [t for r in ours for t in r.tokens] == [r.token for r in plain]
+        assert "".join(r.text for r in ours) == "".join(r.text for r in plain)
+        assert ours[-1].finish_reason == plain[-1].finish_reason
+        passes += len(ours) - 1
+        committed += len(plain) - 1
+    assert committed / passes > 4, "the acceptance length of these models is 6 to 7"
+
+
+def test_the_bundled_models_with_a_penalty_and_a_system_prompt_write_what_plain_mlx_lm_writes(bundled):
+    messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": heldout(1)[0]}]
+    tokens = bundled.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    processors = make_logits_processors(repetition_penalty=3.0)
+    plain = mlx_lm.generate(
+        bundled.target_model, bundled.tokenizer, tokens, max_tokens=40, logits_processors=processors
+    )
+    assert bundled.generate(messages[1:], 40, system="Answer.", repetition_penalty=3.0) == plain
+    assert bundled.generate(messages, 40) != plain
+
+
 # --- responses --------------------------------------------------------------------------------------------
 
 
@@ -138,7 +180,7 @@ def test_responses_account_for_every_token(p, accepted, committed):
         assert response.tokens[:drafts] == response.drafted[:drafts]
         assert response.prompt_tokens == 2
         assert response.prompt_tps > 0
-        assert response.generation_tps > 0
+        assert (response.generation_tps > 0) == (total > 1), "one token has no speed"
         assert response.peak_memory > 0
     assert total == 40
 

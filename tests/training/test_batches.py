@@ -30,10 +30,24 @@ def test_data_of_which_nothing_can_be_used_is_an_error(answers, message):
 
 def test_every_epoch_has_every_sequence_once_and_other_anchors(folder):
     sequences = open_dataset(folder / "data", "train", None)
-    batches = Batches(sequences, DataSettings(folder, 40, 80, 2), epochs=2)
-    seen = [int(n) for i in range(len(batches)) for n in re.findall(r"\d+", batches.name(i).split("sequences")[1])]
-    assert sorted(seen) == sorted([*range(24), *range(24)])
-    assert mx.array_equal(batches(3)[2], batches(3)[2])
+    batches = Batches(sequences, DataSettings(folder, 40, 80, anchors=2), epochs=2)
+    of_sequence: dict[int, list[list[int]]] = {}
+    for i in range(len(batches)):
+        named = [int(n) for n in re.findall(r"\d+", batches.name(i).split("sequences")[1])]
+        assert named == batches.members(i).tolist()
+        for number, anchors in zip(named, batches(i)[2].tolist(), strict=True):
+            of_sequence.setdefault(number, []).append(anchors)
+    assert sorted(of_sequence) == list(range(24))
+    assert all(len(drawn) == 2 for drawn in of_sequence.values())
+    assert sum(first != second for first, second in of_sequence.values()) > 12
+
+
+def test_a_batch_is_a_function_of_its_number(folder):
+    sequences = open_dataset(folder / "data", "train", None)
+    one, other = (Batches(sequences, DataSettings(folder, 40, 80, anchors=2), epochs) for epochs in (1, 2))
+    one(0)
+    for mine, theirs in zip(one(2), other(2), strict=True):
+        assert mx.array_equal(mine, theirs)
 
 
 def test_a_batch_has_no_more_blocks_than_asked_for_but_one_a_sequence(folder):

@@ -48,7 +48,7 @@ def test_evaluation_by_decoding_is_logged_every_n_steps_and_at_the_end(undisturb
 
 
 def test_the_loss_falls(folder):
-    train(recipe(folder, "longer", "run.steps=60", "run.log_every=15", "run.evaluate_every=1000",
+    train(recipe(folder, "longer", "run.steps=40", "run.log_every=10", "run.evaluate_every=1000",
                  "optimizer.learning_rate=1e-2", "data.anchors=8"))  # fmt: skip
     losses = [line["loss"] for line in read_log(folder / "longer") if "loss" in line]
     assert losses[-1] < 0.6 * losses[0]
@@ -109,7 +109,7 @@ def lines_logged(run: Path) -> int:
     return len((run / "log.jsonl").read_text().splitlines()) if (run / "log.jsonl").exists() else 0
 
 
-LONG = "run.steps=120", "run.evaluate_every=25"  # long enough to be caught in the middle
+LONG = "run.steps=60", "run.evaluate_every=25"  # long enough to be caught in the middle
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,11 @@ class MeanGradient:
     def __init__(self, model: nn.Module, loss: Loss, threads: int):
         self.loss = loss
         self.threads = threads = threads if on_cpu() else 1
+        # While a gradient is traced, the model's parameters are that trace's tracers: each thread needs a model.
         self.models = [model] if threads == 1 else [_copied(model) for _ in range(threads)]
         self.pool = ThreadPoolExecutor(threads) if threads > 1 else None
         if self.pool is not None:
+            # The barrier holds every thread until all have started: otherwise one could start twice, another never.
             ready, turn = threading.Barrier(threads), threading.Lock()
             list(self.pool.map(lambda _: _start_thread(turn, ready), range(threads)))
 
@@ -54,7 +56,7 @@ class MeanGradient:
         total: Any = None
         while wave := list(islice(batches, self.threads)):
             if total is not None:
-                mx.eval(total)
+                mx.eval(total)  # or the graph would keep the gradients of all waves
             for value, gradients in self._results(parameters, wave):
                 losses.append(float(value))
                 total = gradients if total is None else tree_map(mx.add, total, gradients)
@@ -64,7 +66,7 @@ class MeanGradient:
         if self.pool is None:
             return [_value_and_gradient(self.loss, parameters, self.models[0], wave[0])]
         mx.eval(parameters, wave)  # what is not computed yet belongs to this thread's stream
-        set_blas_threads(1)
+        set_blas_threads(1)  # each thread has one core; more BLAS threads would only fight for them
         try:
             return list(self.pool.map(partial(self._in_thread, parameters), self.models, wave))
         finally:
@@ -77,12 +79,12 @@ class MeanGradient:
 
 def _value_and_gradient(loss: Loss, parameters: Any, model: nn.Module, batch: Batch) -> tuple[mx.array, Any]:
     def loss_of(parameters: Any) -> mx.array:
-        model.update(parameters)
+        model.update(parameters)  # the tracers, so that what the loss computes depends on them
         return loss(model, batch)
 
     own = tree_map(lambda array: array, parameters)  # value_and_grad puts its tracers into this very tree
     result = mx.value_and_grad(loss_of)(own)
-    mx.eval(result)
+    mx.eval(result)  # in this thread, whose stream the graph belongs to
     model.update(parameters)  # in place of tracers, or of the casts that a loss computed in
     return result
 

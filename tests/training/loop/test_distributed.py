@@ -135,16 +135,20 @@ def test_mlx_launch_starts_the_ranks(folder):
 
 
 @pytest.mark.parametrize(
-    ("lost", "how"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["rank 1", "rank 0", "silent"]
+    ("lost", "how"),
+    [
+        pytest.param(1, signal.SIGKILL, id="rank 1"),
+        pytest.param(0, signal.SIGKILL, id="rank 0", marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, id="silent", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_rank_ends_the_other_within_a_minute_and_the_run_can_go_on(folder, lost, how):
     name = f"lost-{lost}-{how.name}"
-    with Pair(folder, name, "run.steps=100000", "run.evaluate_every=1000000", "run.peer_timeout=10") as pair:
+    with Pair(folder, name, "run.steps=3000", "run.evaluate_every=1000000", "run.peer_timeout=10") as pair:
         pair.wait_for_steps(4)
         pair.processes[lost].send_signal(how)
-        began, survivor = time.monotonic(), pair.processes[1 - lost]
-        _, errors = survivor.communicate(timeout=LIMIT)
-        assert time.monotonic() - began < LIMIT
+        survivor = pair.processes[1 - lost]
+        _, errors = survivor.communicate(timeout=LIMIT)  # raises if it does not end
     assert survivor.returncode == 1
     last = errors.strip().splitlines()[-1]
     assert last.startswith("error: Another process of this run has died or cannot be reached."), errors
@@ -152,6 +156,7 @@ def test_a_lost_rank_ends_the_other_within_a_minute_and_the_run_can_go_on(folder
     assert weights(pair.run)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_does_not_change_where_the_run_ends(folder):
     (folder / "one").exists() or train(load_settings(Recipe, folder / "recipe.yaml", [f"run.folder={folder / 'one'}"]))
     with Pair(folder, "resumed", "run.peer_timeout=10") as pair:
@@ -164,6 +169,7 @@ def test_a_rank_that_is_killed_does_not_change_where_the_run_ends(folder):
     assert_same_weights(folder / "one", folder / "resumed")
 
 
+@pytest.mark.slow
 def test_ranks_make_up_for_an_evaluation_that_was_cut_short(folder):
     """As if killed in the last one: rank 0 alone knows that it is missing from the log."""
     for lines in (slice(None), slice(-1)):
@@ -173,14 +179,13 @@ def test_ranks_make_up_for_an_evaluation_that_was_cut_short(folder):
         with Pair(folder, "owing") as pair:
             outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
             assert [p.returncode for p in pair.processes] == [0, 0], outputs
-    assert log.read_text() == whole
+    assert log.read_text().splitlines()[:-1] == whole.splitlines()[:-1]
+    assert read_log(pair.run)[-1]["step"] == json.loads(whole.splitlines()[-1])["step"]
     assert "blocks" in read_log(pair.run)[-1]
 
 
 def test_ctrl_c_saves_and_ends_every_rank_with_130(folder):
-    with Pair(
-        folder, "stopped", "run.steps=100000", "run.evaluate_every=1000000", "run.checkpoint_every=50000"
-    ) as pair:
+    with Pair(folder, "stopped", "run.steps=3000", "run.evaluate_every=1000000", "run.checkpoint_every=50000") as pair:
         pair.wait_for_steps(2)
         for process in pair.processes:
             process.send_signal(signal.SIGINT)

@@ -15,8 +15,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import DFlashError
-from . import adapters, bench, data, decode, evaluate, training
+from ..errors import DFlashError, one_line
+from . import adapters, bench, data, decode, evaluate, quantize, training
+
+LONGEST_ERROR = 2000  # characters
 
 
 class _OneLineErrors(TyperGroup):
@@ -34,7 +36,7 @@ class _OneLineErrors(TyperGroup):
         except (DFlashError, OSError) as error:
             if ctx.params.get("debug"):
                 raise
-            print("error:", " ".join(str(error).split()), file=sys.stderr)
+            print("error:", one_line(error, LONGEST_ERROR), file=sys.stderr)
             raise typer.Exit(1) from None
         return result
 
@@ -47,7 +49,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for room in (decode, bench, evaluate, data, training):
+for room in (decode, bench, evaluate, data, training, quantize):
     app.add_typer(room.app)  # without a name: its commands stand beside each other
 app.add_typer(adapters.app, name="adapters")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DFlashError
+from ..errors import DFlashError, one_line
 from . import options
 from .requests import Form, Requests, that_fit
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..bench import PromptResult
     from ..bench.report import Report
     from ..generate import DFlashSpeculativeDecoder
+    from ..target import LoadedTargetModel
 
 app = typer.Typer()
 
@@ -29,7 +30,7 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="PATH|HUB",
-            help="A drafter for the target; repeatable, to compare several.",
+            help="A drafter for the target; repeatable, to compare several. Also: bundled, ngram.",
             callback=options.not_empty,
         ),
     ] = None,
@@ -62,6 +63,7 @@ def bench(
 
     dflash bench --runs 3
     dflash bench --prompts mine.jsonl --limit 20 --temp 0.8 --json > result.json
+    dflash bench --drafter bundled --drafter ngram --limit 20
     dflash bench --target PATH --drafter mine --drafter theirs --prompts gsm8k.jsonl --template "{question}"
     """
     asked = dict(locals())
@@ -78,7 +80,7 @@ def bench(
     comparison.carry_out(runs)
     settings = {name: value for name, value in asked.items() if name != "as_json"} | {
         "target": options.path_or_bundled(target),
-        "drafter": [options.path_or_bundled(name) for name in drafter or ()] or "bundled",
+        "drafter": [options.path_or_bundled(name) for name in drafter or ()] or options.BUNDLED,
         "prompts": requests.identity(),
         "max_tokens": max_tokens or options.MAX_TOKENS,
         "block_size": [decoder.block_size for decoder in decoders.values()],
@@ -205,5 +207,18 @@ def doctor(target: options.Target = None, trust_remote_code: options.TrustRemote
 
     options.print_pairs(machine_report())
     if target is not None:
+        loaded = load_target(target, trust_remote_code)
         print()
-        options.print_pairs(target_report(load_target(target, trust_remote_code), target))
+        options.print_pairs(target_report(loaded, target) | {"unused tokens": _unused(loaded)})
+
+
+def _unused(target: "LoadedTargetModel") -> str:
+    """Tokens that no text uses, one of which a new drafter can take for its mask."""
+    from ..training.data.mask_token import unused_tokens
+
+    try:
+        found = unused_tokens(target)
+    except DFlashError as error:
+        return f"unknown ({one_line(error)})"
+    shown = ", ".join(str(token) for token in found[:5])
+    return f"{shown}{f' and {len(found) - 5} more' if len(found) > 5 else ''}" if found else "none"

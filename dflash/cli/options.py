@@ -18,6 +18,7 @@ from ..errors import DataError, DFlashError
 if TYPE_CHECKING:
     from ..generate import DFlashSpeculativeDecoder
 
+BUNDLED, NGRAM = "bundled", "ngram"
 MAX_TOKENS = 512
 LARGEST_SEED = 2**64 - 1
 
@@ -73,7 +74,9 @@ Target = Annotated[
 ]
 DrafterName = Annotated[
     str | None,
-    typer.Option("--drafter", metavar="PATH|HUB", help="The drafter for the target.", callback=not_empty),
+    typer.Option(
+        "--drafter", metavar="PATH|HUB", help="The drafter for the target; ngram needs no training.", callback=not_empty
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the target.")
@@ -175,13 +178,18 @@ class Sampling:
 def load_decoder(
     target: str | None, drafter: str | None, block_size: int | None = None, trust_remote_code: bool = False
 ) -> "DFlashSpeculativeDecoder":
-    """The decoder that every command uses; without names, the bundled models."""
-    from ..generate import DFlashSpeculativeDecoder
+    """The decoder that every command uses; without names, the bundled models.
 
+    ``bundled`` names the bundled drafter, and drafters that need no training draft for the bundled target too.
+    """
+    from ..generate import PAIR, DFlashSpeculativeDecoder
+
+    if target is None and drafter in (BUNDLED, NGRAM):
+        target = str(PAIR / "target")
+    if drafter == BUNDLED:
+        drafter = str(PAIR / "drafter")
     asked: dict[str, Any] = {"block_size": block_size} if block_size is not None else {}
-    if trust_remote_code:
-        asked["trust_remote_code"] = True
-    return DFlashSpeculativeDecoder.from_pretrained(target, drafter, **asked)
+    return DFlashSpeculativeDecoder.from_pretrained(target, drafter, trust_remote_code=trust_remote_code, **asked)
 
 
 def load_decoders(
@@ -191,15 +199,16 @@ def load_decoders(
     if len(set(drafters)) < len(drafters):
         raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(drafters)}.")
     if not drafters:
-        return {"bundled": load_decoder(target, None, block_size, trust_remote_code)}
+        return {BUNDLED: load_decoder(target, None, block_size, trust_remote_code)}
     first, *others = drafters
     decoders = {first: load_decoder(target, first, block_size, trust_remote_code)}
     if others:
-        from .. import DFlashSpeculativeDecoder, load_drafter
+        from ..generate import PAIR, DFlashSpeculativeDecoder, load_drafter
 
         asked: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
-        loaded = decoders[first].loaded_target
-        decoders |= {name: DFlashSpeculativeDecoder(loaded, load_drafter(name), **asked) for name in others}
+        for name in others:
+            drafter = load_drafter(PAIR / "drafter" if name == BUNDLED else name)
+            decoders[name] = DFlashSpeculativeDecoder(decoders[first].loaded_target, drafter, **asked)
     return decoders
 
 
@@ -278,4 +287,4 @@ def print_rich(renderable: Any) -> None:
 
 def path_or_bundled(name: str | None) -> str:
     """How JSON names a model: an absolute path, a hub name, or ``bundled``."""
-    return "bundled" if name is None else str(Path(name).resolve()) if Path(name).exists() else name
+    return BUNDLED if name is None else str(Path(name).resolve()) if Path(name).exists() else name

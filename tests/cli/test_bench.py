@@ -241,6 +241,24 @@ def test_doctor_shows_this_machine_and_a_target(pair):
         assert expected in result.stdout
 
 
+def test_doctor_names_tokens_that_a_new_drafter_can_take_for_its_mask(pair):
+    (line,) = [x for x in invoke("doctor", *pair[:2]).stdout.splitlines() if x.startswith("unused tokens")]
+    assert "'<|mask|>' (261)" in line
+    assert f"{TEXT_VOCAB - 1} (no text)" in line  # a row of the table without a token
+
+
+def test_the_bundled_target_takes_drafters_that_need_no_training(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "Write a function that doubles each number and sums them."}\n')
+    names = ["--drafter", "bundled", "--drafter", "ngram"]
+    result = invoke("bench", *names, "--prompts", file, "--max-tokens", "24", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["drafters"]
+    assert list(found) == ["bundled", "ngram"]
+    assert all(report["total"]["identical"] == 1 for report in found.values())
+    assert found["bundled"]["total"]["acceptance_length"] > found["ngram"]["total"]["acceptance_length"]
+
+
 def test_doctor_reports_a_cache_that_cannot_be_rewound():
     shown = doctor.describe_caches([KVCache(), BatchKVCache([0]), KVCache()])
     assert shown == "2 KVCache (trim), 1 BatchKVCache (no exact rewind: cannot be decoded)"

@@ -4,7 +4,10 @@ Tests ``dflash.target.trial``. Most of these mistakes leave decoding exact and m
 nothing else would show them.
 """
 
+import contextlib
+import io
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -15,6 +18,7 @@ from mlx_lm.models.cache import KVCache
 from support.models import LAYERS, llama_model
 
 from dflash import LoadedTargetModel, TargetAdapter
+from dflash.adapters import registry
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance.checks import CHECKS
 from dflash.errors import IncompatibleModelsError
@@ -319,3 +323,20 @@ def test_a_model_with_its_norm_beside_the_head_does_not_fit_the_generic_adapter(
 
     with pytest.raises(IncompatibleModelsError, match=r"head\(\) gives the same logits"):
         LoadedTargetModel(NormOutside())
+
+
+def test_the_adapter_of_the_readme_passes(monkeypatch):
+    readme = (Path(__file__).parents[2] / "adapters" / "README.md").read_text()
+    example, one_line = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    monkeypatch.setattr(registry.ADAPTERS, "_known", dict(registry.ADAPTERS.all()))
+    names: dict[str, object] = {"model": Odd()}
+    exec(example, names)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(one_line.replace("check(model)", "check(model, rounds=2)", 1), names)
+    assert printed.getvalue() == "decodes exactly\n"
+    assert type(LoadedTargetModel(names["model"]).adapter).__name__ == "OddAdapter"
+
+
+def test_the_readme_names_every_check():
+    readme = (Path(__file__).parents[2] / "adapters" / "README.md").read_text()
+    assert re.findall(r"^\| (.*?) \|", readme.partition("| check |")[2].partition("\n\n")[0], re.M) == list(CHECKS)

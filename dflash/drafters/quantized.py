@@ -23,6 +23,13 @@ _DESCRIPTION = ("group_size", "bits", "mode")
 _SUFFIX = ".scales"
 
 
+def usual(mode: str) -> tuple[int, int]:
+    """Group size and bits that ``mode`` has unless told otherwise. Raises :class:`~dflash.errors.CheckpointError`."""
+    if mode not in MODES:
+        raise CheckpointError(f"The quantisation mode is {mode!r}; expected one of {', '.join(MODES)}.")
+    return MODES[mode]
+
+
 def quantize_like(model: nn.Module, config: Mapping[str, Any], weights: Collection[str]) -> None:
     """Quantise the layers of ``model`` whose scales are among ``weights``, as ``config`` describes.
 
@@ -124,9 +131,7 @@ def _description(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _checked(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Complete options of :func:`mlx.core.quantize`, with the mode's own where they lack."""
     mode = options.get("mode", "affine")
-    if mode not in MODES:
-        raise CheckpointError(f"The quantisation mode of {what} is {mode!r}; expected one of {', '.join(MODES)}.")
-    group_size, bits = MODES[mode]
+    group_size, bits = usual(mode)
     chosen = {"group_size": options.get("group_size", group_size), "bits": options.get("bits", bits), "mode": mode}
     fits = chosen["group_size"] in (32, 64, 128) and chosen["bits"] in (2, 3, 4, 5, 6, 8)
     if mode != "affine":

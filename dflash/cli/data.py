@@ -202,6 +202,9 @@ def export(
 ) -> None:
     """Write a dataset as JSONL: {"messages": [...]} and the other keys of each prompt.
 
+    "finish_reason" is "length" where a response was cut and "stop" elsewhere.
+    dflash prepare reads the file; it takes every response as complete.
+
     Examples:
 
     dflash data export data out.jsonl

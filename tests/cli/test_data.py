@@ -60,7 +60,7 @@ def test_a_dataset_is_shown_split_anew_and_exported(target_folder, target, tmp_p
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.count("\n---") == 2
     assert "[user] Say 0!\n[assistant] " in shown.stdout
-    assert '{"q": "Say 0", "answer": 0}' in shown.stdout
+    assert '{"q": "Say 0", "answer": 0, "finish_reason": "length"}' in shown.stdout
     assert "heldout  1 sequences" in shown.stdout
 
     split = invoke("data", "split", made, "--heldout-at-least", "4")
@@ -90,8 +90,8 @@ def test_a_folder_without_a_dataset_is_one_line_of_error(tmp_path, command):
         (["--max-length", "2"], "max_length must be more than 2"),
         (["--heldout-percent", "100"], "heldout_percent must be at least 0 and below 100"),
         (["--heldout-at-least", "-1"], "heldout_at_least must be at least 0, got -1"),
-        (["--top-p", "2"], "top_p must be between 0 and 1"),
-        (["--top-k", "999"], "top_k must be below the target's 264 tokens"),
+        (["--top-p", "2"], "top_p must be .* 0.* 1"),
+        (["--top-k", "999"], "top_k must be less than the target's vocabulary of 264 tokens"),
         (["--temp", "-1"], "temp.* must be .* 0"),
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--seed", str(2**64)], "--seed must be a whole number from 0 to"),

@@ -4,7 +4,7 @@ Knows files and what identifies a target. Must not know prompts, chat templates 
 
     plan.json                     what is to be made, written before the first shard
     shards/000000.safetensors     `tokens`, `loss_mask`, `lengths` of sequences, and a `digest` of how each begins
-    shards/000000.jsonl           the same sequences as text, one a line: {"messages": [...], other keys of the prompt}
+    shards/000000.jsonl           the same sequences as text, one a line: {"messages": [...], ...}
     manifest.json                 what has been made and which digests are held out, written after the last shard
 
 Each file is whole or not there. Version 1 had the folders `train` and `heldout` in place of `shards`, and neither

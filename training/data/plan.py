@@ -12,6 +12,8 @@ from dflash import LoadedTargetModel
 from dflash.errors import DataError
 from dflash.progress import progress
 from dflash.prompts import Conversation
+from dflash.request import DecodeOptions
+from dflash.sampling import GREEDY
 
 from .chat import Row, encode, encode_draft
 
@@ -26,7 +28,7 @@ class PrepareSettings:
     A response is cut at ``max_tokens``, or where its sequence reaches ``max_length``; given sequences longer than
     that are dropped. ``temp`` 0 is greedy; ``top_p`` and ``top_k`` 0 are off. ``shard_size`` conversations go into
     one file. With ``regenerate`` the target writes given last responses anew; at ``temp`` 0 a response that is
-    already its own costs one pass. Raises :class:`~dflash.errors.DataError` for values out of range.
+    already its own costs one pass. Raises :class:`~dflash.errors.DFlashError` for values out of range.
     """
 
     max_tokens: int = 2048
@@ -45,9 +47,12 @@ class PrepareSettings:
         for name in ("max_tokens", "batch_size", "shard_size"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("max_length", self.max_length > SHORTEST_RESPONSE, f"more than {SHORTEST_RESPONSE}")
-        for name in ("temp", "top_k", "seed"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("top_p", 0 <= self.top_p <= 1, "between 0 and 1")
+        self.decoding  # noqa: B018 - it checks its values
+
+    @property
+    def decoding(self) -> DecodeOptions:
+        """How the target writes. Raises :class:`~dflash.errors.GenerationError` for values out of range."""
+        return DecodeOptions(self.max_tokens, temp=self.temp, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -84,7 +89,7 @@ def make_plan(conversations: Sequence[Conversation], target: LoadedTargetModel, 
     Raises :class:`~dflash.errors.DataError` if none is left.
     """
     longest, how = longest_sequence(target, settings), (target, settings.chat, settings.chat_template_config)
-    with_drafts = settings.regenerate and settings.temp == 0
+    with_drafts = settings.regenerate and settings.decoding.build_sampler() is GREEDY
     plan = Plan([], [], {"duplicate": 0, "too_long": 0, "no_response": 0})
     prompts: set[bytes] = set()
     for conversation in progress(conversations, "tokenize"):

@@ -68,8 +68,7 @@ def prepare(
     another target, if nothing is left to train on, or if the folder cannot be written, and
     :class:`~dflash.errors.DFlashError` if another process is writing to it.
     """
-    if settings.top_k >= target.vocab_size:
-        raise DataError(f"top_k must be below the target's {target.vocab_size} tokens, got {settings.top_k}.")
+    settings.decoding.check_vocabulary(target.vocab_size)
     with _writing_to(folder), exclusive_lock(folder):
         tempfile.TemporaryFile(dir=folder).close()  # hours later would be a bad time to find out
         return _prepare(conversations, target, settings, folder, source, heldout)
@@ -186,11 +185,11 @@ def _written(
 
 
 def _as_text(conversation: Conversation, row: Row, tokens: Ints, target: LoadedTargetModel) -> dict[str, Any]:
-    """A line of a shard's text: the messages, with the response that the target wrote, and the prompt's other keys."""
-    messages = list(conversation.messages)
-    if row.loss_mask is None:
-        response = tokens[len(row.tokens) :].tolist()
-        ended = response[-1] in target.stop_token_ids()
-        content = target.tokenizer.decode(response[:-1] if ended else response)
-        messages = [*conversation.unanswered().messages, {"role": "assistant", "content": content}]
-    return {"messages": messages} | conversation.extra
+    """A line of a shard's text: messages, why the target ended its response (in mlx-lm's words), the prompt's keys."""
+    if row.loss_mask is not None:
+        return {"messages": list(conversation.messages)} | conversation.extra
+    response = tokens[len(row.tokens) :].tolist()
+    ended = response[-1] in target.stop_token_ids()
+    content = target.tokenizer.decode(response[:-1] if ended else response)
+    messages = [*conversation.unanswered().messages, {"role": "assistant", "content": content}]
+    return conversation.extra | {"messages": messages, "finish_reason": "stop" if ended else "length"}

@@ -16,7 +16,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 from dflash import LoadedTargetModel
 from dflash.errors import DataError
@@ -135,7 +134,7 @@ def _write_responses(
         stops,
         [most[i] - len(begun[i]) for i in unfinished],
         settings.batch_size,
-        make_sampler(settings.temp, settings.top_p, top_k=settings.top_k),
+        settings.decoding.build_sampler(),
     )
     for k, rest in continued:
         yield unfinished[k], begun[unfinished[k]] + rest

@@ -29,6 +29,7 @@ from dflash.errors import DataError
 from dflash.training.data import prepare as preparing
 from dflash.training.data.dataset import change_split, open_dataset
 from dflash.training.data.prepare import HeldoutRule, PrepareSettings, prepare
+from dflash.training.data.text import read_dataset
 
 
 def test_responses_are_the_targets_own_greedy_ones(target, tmp_path):
@@ -52,6 +53,8 @@ def test_a_response_ends_with_its_stop_token_or_is_counted_as_cut(target, tmp_pa
     assert (written[~ends] == 5).all()
     assert (written >= 2).all()  # a response of nothing but its end is left out, and counted
     assert manifest["dropped"]["no_response"] == 40 - len(made) > 0
+    reasons = [row.text["finish_reason"] for row in read_dataset(tmp_path)]
+    assert reasons == ["stop" if end else "length" for end in ends]
 
 
 def test_what_is_given_is_used_and_what_is_missing_is_written(target, tmp_path):

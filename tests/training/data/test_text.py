@@ -40,6 +40,7 @@ def test_every_conversation_is_told_with_its_split_and_what_the_target_wrote(fol
     assert [m["content"] for m in rows[1].text["messages"][:-1]] == ["q", "a", "r"]
     assert rows[2].text["messages"][-1]["content"] == "t"
     assert rows[0].text["answer"] == 7
+    assert [row.text.get("finish_reason") for row in rows[:4]] == ["length", "length", None, "length"]
 
 
 def test_an_exported_dataset_is_read_back_as_the_same_conversations(folder, target, tmp_path):
@@ -47,7 +48,7 @@ def test_an_exported_dataset_is_read_back_as_the_same_conversations(folder, targ
     assert export_dataset(folder, file) == 9
     talks = read_conversations(file)
     assert [list(talk.messages) for talk in talks] == [row.text["messages"] for row in read_dataset(folder)]
-    assert talks[0].extra == {"answer": 7}
+    assert talks[0].extra == {"answer": 7, "finish_reason": "length"}
     assert export_dataset(folder, file, "heldout") == len(open_dataset(folder, "heldout", None))
 
 

@@ -24,6 +24,9 @@ LONGEST_ERROR = 2000  # characters
 class _OneLineErrors(TyperGroup):
     """Turns the errors that users can cause into one line and an exit code, unless ``--debug`` is given."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, global_options_first(args))
+
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
@@ -39,6 +42,20 @@ class _OneLineErrors(TyperGroup):
             print("error:", one_line(error, LONGEST_ERROR), file=sys.stderr)
             raise typer.Exit(1) from None
         return result
+
+
+def global_options_first(args: list[str]) -> list[str]:
+    """``--debug`` and ``--plugin VALUE`` before the command, wherever they stood, but for what follows ``--``."""
+    end = args.index("--") if "--" in args else len(args)
+    ours: list[str] = []
+    others: list[str] = []
+    rest = iter(args[:end])
+    for arg in rest:
+        if arg == "--plugin":
+            ours += [arg, *(value for value in [next(rest, None)] if value is not None)]
+        else:
+            (ours if arg == "--debug" or arg.startswith("--plugin=") else others).append(arg)
+    return ours + others + args[end:]
 
 
 app = typer.Typer(

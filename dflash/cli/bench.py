@@ -55,8 +55,9 @@ def bench(
 ) -> None:
     """Compare with plain mlx_lm on the same prompts, in turns.
 
-    Prints speeds (tokens after the first per second since the first), their ratio, the acceptance length, whether
-    the tokens are identical, and the arithmetic limit of the ratio. Exits with 1 if tokens differ or one side
+    Prints speeds (tokens after the first per second since the first), their
+    ratio, the acceptance length, whether the tokens are identical, and the
+    arithmetic limit of the ratio. Exits with 1 if tokens differ or one side
     fails. Ctrl-C ends it with the table of what is there.
 
     Examples:
@@ -64,7 +65,7 @@ def bench(
     dflash bench --runs 3
     dflash bench --prompts mine.jsonl --limit 20 --temp 0.8 --json > result.json
     dflash bench --drafter bundled --drafter ngram --limit 20
-    dflash bench --target PATH --drafter mine --drafter theirs --prompts gsm8k.jsonl --template "{question}"
+    dflash bench --target T --drafter mine --prompts q.jsonl --template "{question}"
     """
     asked = dict(locals())
     from ..bench import HELDOUT

@@ -53,8 +53,9 @@ def generate(
 
     dflash generate "Write a function that doubles each number and sums them."
     dflash generate - --raw --max-tokens 100 --stop "def " < start.py
-    dflash generate "Hello" --target PATH --drafter PATH --temp 0.8 --seed 1 --json
-    dflash generate "Hello" --system "Answer in French." --chat-template-config '{"enable_thinking": false}'
+    dflash generate "Hello" --target T --drafter D --temp 0.8 --seed 1 --json
+    dflash generate "Hello" --system "Answer in French."
+    dflash generate "Hello" --chat-template-config '{"enable_thinking": false}'
     """
     text = options.prompt_text(prompt, keep_ends=not chat)
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)

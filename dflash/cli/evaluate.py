@@ -52,8 +52,8 @@ def evaluate(
     Examples:
 
     dflash eval
-    dflash eval runs/qwen3-4b/drafter --target Qwen/Qwen3-4B --prompts mine.jsonl --json
-    dflash eval DRAFTER --target TARGET --prompts gsm8k.jsonl --template "Question: {question}" --limit 50
+    dflash eval runs/mine/drafter --target Qwen/Qwen3-4B --prompts mine.jsonl --json
+    dflash eval DRAFTER --target T --prompts q.jsonl --template "{question}" --limit 50
     """
     asked = dict(locals())
     from ..bench import HELDOUT

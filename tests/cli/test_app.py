@@ -11,6 +11,7 @@ from support.models import writer
 
 import dflash
 from dflash import backend
+from dflash.cli import global_options_first
 from dflash.cli import options as cli_options
 from dflash.errors import BackendError
 
@@ -88,4 +89,18 @@ def only(tokens, logits):
     named = ["generate", "AB", "--raw", "--max-tokens", "3", "--logits-processor", "only_token_65", "--json"]
     answer = json.loads(invoke("--plugin", plugin, *named).stdout)
     assert answer["tokens"] == [65, 65, 65]
+    assert json.loads(invoke(*named, "--plugin", plugin).stdout)["tokens"] == [65, 65, 65]
     assert_one_error(invoke("--plugin", tmp_path / "none.py", "doctor"), "Cannot load the plug-in .*none.py")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("generate Hi --debug", "--debug generate Hi"),
+        ("bench --plugin a.py --runs 2 --plugin=b", "--plugin a.py --plugin=b bench --runs 2"),
+        ("generate -- --debug", "generate -- --debug"),
+        ("bench --plugin", "--plugin bench"),
+    ],
+)
+def test_global_options_may_stand_anywhere(given, expected):
+    assert global_options_first(given.split()) == expected.split()

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..adapters.calls import Call, Pass, embedding_factors, factor, streams
 from ..progress import progress
@@ -97,6 +96,7 @@ def _parts(trial: Trial) -> None:
         raise Mismatch(f"vocab_size is {values['vocab_size']}, the model's logits are {width} wide")
     _check_max_length(values["max_length"], getattr(trial.target.model, "args", None))
     _check_stop_tokens(trial)
+    _check_chat_tokens(trial)
 
 
 def _check_max_length(length: Any, config: Any) -> None:
@@ -117,8 +117,17 @@ def _check_stop_tokens(trial: Trial) -> None:
         if trial.target.tokenizer is not None:
             raise
         return  # it asks more of a tokenizer than can be tried without one
-    if not isinstance(stops, frozenset) or not all(isinstance(token, int) for token in stops):
+    if not isinstance(stops, frozenset | set) or not all(isinstance(token, int) for token in stops):
         raise Mismatch(f"stop_tokens() returns a {type(stops).__name__}; expected a frozenset of token ids")
+
+
+def _check_chat_tokens(trial: Trial) -> None:
+    tokenizer = trial.target.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        return
+    tokens = trial.target.adapter.chat_tokens(tokenizer, [{"role": "user", "content": "Hello"}])
+    if not isinstance(tokens, list) or not all(isinstance(t, int) and t < trial.target.vocab_size for t in tokens):
+        raise Mismatch(f"chat_tokens() returns {str(tokens)[:40]!r}; expected a list of token ids below vocab_size")
 
 
 def _embeddings(trial: Trial) -> None:
@@ -140,7 +149,7 @@ def _embeddings(trial: Trial) -> None:
             )
     found = embedding_factors(target.embed, target.adapter.layers, one, trial.other)
     scale = target.adapter.embedding_scale
-    if found and not any(abs(f / scale - 1) < 1e-2 for f in found):
+    if found and not any(abs(f - scale) <= 1e-2 * abs(f) for f in found):
         raise Mismatch(
             f"embedding_scale is {scale:.4g}, but the model multiplies embed() by {found[0]:.4g} before its first layer"
         )
@@ -162,6 +171,8 @@ def _layers(trial: Trial) -> None:
     for i, layer in enumerate(layers):
         if id(layer) not in order:
             raise Mismatch(f"layer {i} of the adapter is not called by the model")
+        if any(layer is other for other in layers[:i]):
+            raise Mismatch(f"layers holds one module twice, the second time as layer {i}")
         if i and order[id(layer)] < order[id(layers[i - 1])]:
             raise Mismatch(
                 f"the model calls layer {i} of the adapter before layer {i - 1}; list them in the model's order"
@@ -186,19 +197,12 @@ def _is_missing_layer(call: Call, trial: Trial) -> bool:
     if id(call.module) in listed or call.parent is None or id(call.parent) not in callers or call.hidden is None:
         return False
     caches = {id(cache) for cache in trial.one.caches}
+    lists = [v for module in trial.target.model.modules() for v in module.values() if isinstance(v, list)]
     return (
         type(call.module) in {type(layer) for layer in layers}
         or any(id(value) in caches for value in call.values)
-        or any(_holds(siblings, call.module) and _holds(siblings, layers[0]) for siblings in _lists(trial.target.model))
+        or any({id(call.module), id(layers[0])} <= {id(item) for item in siblings} for siblings in lists)
     )
-
-
-def _lists(model: nn.Module) -> list[list[Any]]:
-    return [value for module in model.modules() for value in module.values() if isinstance(value, list)]
-
-
-def _holds(items: list[Any], module: nn.Module) -> bool:
-    return any(item is module for item in items)
 
 
 # --- what the adapter computes --------------------------------------------------------------------------

@@ -102,6 +102,14 @@ class NoLayers(Right):
     layers = property(lambda self: [])
 
 
+class OneLayerTwice(Right):
+    layers = property(lambda self: [*self.backbone.blocks, self.backbone.blocks[-1]])
+
+
+class NormAsLayer(Right):
+    layers = property(lambda self: [*self.backbone.blocks, self.backbone.last_norm])
+
+
 class NoScale(Right):
     embedding_scale = 1.0
 
@@ -225,6 +233,8 @@ BROKEN = {
     LayersPermuted: "the model calls layer 2 of the adapter before layer 1",
     HalfOfTheLayers: r"layers leaves out trunk\.blocks\.2, which the model calls",
     NoLayers: "layers is empty",
+    OneLayerTwice: "layers holds one module twice, the second time as layer 4",
+    NormAsLayer: "the layers' outputs: No list of Trunk holds layer 4 of the adapter",
     NoScale: r"embedding_scale is 1, but the model multiplies embed\(\) by 3",
     ScaledTwice: r"embedding_scale is 9, but the model multiplies embed\(\) by 3",
     ScaledRows: r"embed\(\) returns the table's rows times 3; return the rows themselves",

@@ -17,6 +17,14 @@ MAX_BLOCK_SIZE = 512
 """Published drafters fill 4 to 16 positions; logits of so many more than these would take gigabytes."""
 
 
+def spread_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Evenly spread layers of the target, one for each of the drafter's; as published."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
 @dataclass(frozen=True)
 class DFlashConfig:
     """Shape and constants of a block-diffusion drafter (names follow the published ``config.json``).
@@ -121,12 +129,9 @@ class DFlashConfig:
         """Evenly spread target layers, the published default when a config names none."""
         _require_positive("num_target_layers (needed where target_layer_ids is missing)", self.num_target_layers)
         assert self.num_target_layers is not None
-        drafts, span = self.num_hidden_layers, self.num_target_layers - 4
-        ids = [self.num_target_layers // 2]
-        if drafts > 1:
-            ids = [round(1 + i * span / (drafts - 1)) for i in range(drafts)]
-        logger.warning("The drafter's config names no target_layer_ids; evenly spread ones are assumed: %s.", ids)
-        return tuple(ids)
+        ids = spread_layer_ids(self.num_target_layers, self.num_hidden_layers)
+        logger.warning("The drafter's config names no target_layer_ids; evenly spread ones are assumed: %s.", list(ids))
+        return ids
 
     def rope(self, layer: int) -> dict[str, Any]:
         """The recipe of rotary positions of drafter layer ``layer``, with its ``rope_theta``."""

@@ -1,22 +1,35 @@
-"""A new drafter for a target: its config from a recipe's shape, its weights from a seed.
+"""The drafter that a run trains: a new one for its target, or one that exists already.
 
-Knows a target's config and tokenizer. Must not know data, losses or how a drafter is trained.
+Knows a target's config and tokenizer, and drafter kinds. Must not know data, losses or how a drafter is trained.
 """
+
+import dataclasses
+import logging
+from typing import Any
 
 import mlx.core as mx
 
-from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel
-from dflash.errors import TrainingError
+from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel, load_drafter
+from dflash.drafters.config import spread_layer_ids
+from dflash.drafters.kinds import drafter_class, kind_of
+from dflash.errors import TrainingError, did_you_mean
 from dflash.files import flat
+from dflash.target.identity import target_fingerprint
 
+from ..data.mask_token import suggestion
 from ..recipe import DrafterShape
+
+logger = logging.getLogger(__name__)
 
 
 def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConfig:
-    """The config of a drafter for ``target``; what ``shape`` leaves open is as in the target.
+    """The config of the drafter that ``shape`` describes for ``target``; what it leaves open is as in the target.
 
-    Raises :class:`~dflash.errors.TrainingError` for what the target does not say either.
+    Raises :class:`~dflash.errors.TrainingError` for what the target does not say either and for options that the
+    kind does not have, :class:`~dflash.errors.DFlashError` for an unknown kind or a drafter that cannot be loaded.
     """
+    if shape.from_ is not None:
+        return _existing(shape, target).config
     config = target.adapter.config
 
     def size(name: str) -> int:
@@ -26,21 +39,32 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
         return value
 
     heads = size("num_attention_heads")
-    return DFlashConfig(
-        hidden_size=target.hidden_size,
-        intermediate_size=size("intermediate_size"),
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=size("num_key_value_heads"),
-        head_dim=shape.head_dim or getattr(config, "head_dim", None) or target.hidden_size // heads,
-        num_target_layers=target.num_layers,
-        vocab_size=target.vocab_size,
-        mask_token_id=mask_token_id(shape.mask_token, target),
-        block_size=shape.block_size,
-        target_layer_ids=shape.target_layer_ids,
-        rope_theta=float(shape.rope_theta or getattr(config, "rope_theta", None) or 1_000_000.0),
-        max_position_embeddings=target.max_length or 40960,
-    )
+    values: dict[str, Any] = {
+        "hidden_size": target.hidden_size,
+        "intermediate_size": size("intermediate_size"),
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": size("num_key_value_heads"),
+        "head_dim": shape.head_dim or getattr(config, "head_dim", None) or target.hidden_size // heads,
+        "num_target_layers": target.num_layers,
+        "vocab_size": target.vocab_size,
+        "mask_token_id": mask_token_id(shape.mask_token, target),
+        "block_size": shape.block_size,
+        "target_layer_ids": shape.target_layer_ids or _spread(shape, target),
+        "rope_theta": float(shape.rope_theta or getattr(config, "rope_theta", None) or 1_000_000.0),
+        "max_position_embeddings": target.max_length or 40960,
+        "target_fingerprint": target_fingerprint(target),
+    }
+    config_class = _trainable_class(shape.kind).config_class
+    options = {field.name for field in dataclasses.fields(config_class)} - values.keys() - {"model_type"}
+    for name in shape.options:
+        if name in values:
+            raise TrainingError(f"drafter.options.{name} is not an option of the kind; set drafter.{name} instead.")
+        if name not in options:
+            raise TrainingError(
+                f"drafter.options: the kind {shape.kind!r} has no option {name!r}; {did_you_mean(name, options)}"
+            )
+    return config_class(**values, **shape.options)
 
 
 def mask_token_id(mask_token: int | str | None, target: LoadedTargetModel) -> int:
@@ -54,15 +78,21 @@ def mask_token_id(mask_token: int | str | None, target: LoadedTargetModel) -> in
     number = tokenizer.get_vocab().get(token)
     if number is None:
         what = "The tokenizer has no mask token" if mask_token is None else f"The tokenizer has no token {token!r}"
-        raise TrainingError(f"{what}; set drafter.mask_token to a token or id that no text uses.")
+        raise TrainingError(f"{what}; set drafter.mask_token to {suggestion(target)}.")
     return int(number)
 
 
 def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftModel:
-    """A drafter bound to ``target``, its weights drawn from ``shape.seed``, smaller where they feed the residual."""
+    """The drafter that ``shape`` describes, bound to ``target``, with float32 weights.
+
+    They are those of the drafter ``shape.from_``, or drawn from ``shape.seed``, smaller where they feed the residual.
+    Raises as :func:`drafter_config` does.
+    """
+    if shape.from_ is not None:
+        return _existing(shape, target)
     config = drafter_config(shape, target)
     mx.random.seed(shape.seed)
-    model = DFlashDraftModel(config)
+    model: DFlashDraftModel = _trainable_class(shape.kind)(config)
     out_scale = (2 * config.num_hidden_layers) ** -0.5
 
     def draw(name: str, value: mx.array) -> mx.array:
@@ -72,6 +102,56 @@ def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMo
         return mx.random.normal(value.shape, scale=value.shape[-1] ** -0.5 * (out_scale if feeds_residual else 1.0))
 
     model.load_weights([(name, draw(name, value)) for name, value in flat(model.parameters()).items()])
+    model.bind(target)
+    mx.eval(model.parameters())
+    return model
+
+
+def _spread(shape: DrafterShape, target: LoadedTargetModel) -> tuple[int, ...]:
+    ids = spread_layer_ids(target.num_layers, shape.num_hidden_layers)
+    logger.info("drafter.target_layer_ids is not set: the drafter reads evenly spread layers, %s.", list(ids))
+    return ids
+
+
+def _trainable_class(kind: str) -> type[Any]:
+    found = drafter_class(kind)
+    if not issubclass(found, DFlashDraftModel):
+        raise TrainingError(
+            f"drafter.kind {kind!r} cannot be trained: its class {found.__name__} is no subclass of DFlashDraftModel."
+        )
+    return found
+
+
+_SHAPE = ("num_hidden_layers", "block_size", "target_layer_ids", "intermediate_size", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "rope_theta")  # fmt: skip
+
+
+def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftModel:
+    """The drafter ``shape.from_``, from now on this target's."""
+    model = load_drafter(shape.from_ or "")
+    kind, config = kind_of(model), model.config
+    _trainable_class(kind)
+    if model.token_ids is not None:
+        raise TrainingError(f"drafter.from {shape.from_} knows a part of the vocabulary only, which cannot be trained.")
+    if any(name.endswith(".scales") for name in flat(model.parameters())):
+        raise TrainingError(f"drafter.from {shape.from_} is quantised; start from its weights before quantisation.")
+    asked = {name: getattr(shape, name) for name in _SHAPE} | {"kind": shape.kind}
+    there = {name: getattr(config, name) for name in _SHAPE} | {"kind": kind}
+    if shape.mask_token is not None:
+        asked["mask_token"], there["mask_token"] = mask_token_id(shape.mask_token, target), config.mask_token_id
+    defaults = {field.name: field.default for field in dataclasses.fields(DrafterShape)}
+    for name, value in asked.items():
+        if value not in (defaults[name], there[name]):
+            raise TrainingError(
+                f"drafter.{name} is {value!r}, but {shape.from_} has {there[name]!r}. A drafter keeps its shape: "
+                f"remove drafter.{name}, or drafter.from."
+            )
+    if shape.options:
+        raise TrainingError(f"drafter.options are those of {shape.from_}; remove drafter.options, or drafter.from.")
+    model.config = dataclasses.replace(
+        config, num_target_layers=target.num_layers, target_fingerprint=target_fingerprint(target)
+    )
+    model.apply(lambda weight: weight.astype(mx.float32))
     model.bind(target)
     mx.eval(model.parameters())
     return model

@@ -77,6 +77,14 @@ class Scores:
     predictions: np.ndarray
     right: np.ndarray
 
+    def __add__(self, other: "Scores") -> "Scores":
+        return Scores(
+            self.loss + other.loss,
+            self.weight + other.weight,
+            self.predictions + other.predictions,
+            self.right + other.right,
+        )
+
     def results(self) -> dict[str, float | list[float] | None]:
         """Plain data for logs; ``None`` and 0 where nothing was predicted."""
         return {
@@ -94,9 +102,9 @@ def score(
     dtype: mx.Dtype | None = None,
 ) -> Scores:
     """Loss and accuracy by position of one batch, without gradients; as :func:`drafter_loss` otherwise."""
-    own = model.trainable_parameters()
+    own = tree_map(lambda weight: weight, model.trainable_parameters())
     asked = _Asked.of(model, batch, objective, head, dtype)
-    loss, right, counts = 0.0, *np.zeros((2, model.block_size - 1), dtype=np.int64)
+    loss, (right, counts) = 0.0, np.zeros((2, model.block_size - 1), dtype=np.int64)
     for rows in asked.chunks(objective.chunk):
         hidden_CE, weights_C, *others = rows
         predictions = asked.predictions(hidden_CE, *others)
@@ -143,7 +151,8 @@ class _Asked:
             features_NSF = features_NSF.astype(dtype)
             model.update(tree_map(lambda weight: weight.astype(dtype), model.trainable_parameters()))
         size, tokens_NS, anchors_NA = model.block_size, batch.tokens, batch.anchors
-        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, attention, grad_checkpoint)[:, :, 1:]
+        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, attention, grad_checkpoint)
+        hidden = hidden[:, :, 0 if model.config.sample_from_anchor else 1 :]  # one predicts each token after the anchor
         targets, inside = block_targets(tokens_NS, batch.loss_mask, anchors_NA, size)
         counted = mx.array(np.flatnonzero(np.array(inside)))
 

@@ -1,18 +1,31 @@
-"""A new drafter has the shape that recipe and target say."""
+"""The drafter of a run: new, with the shape that recipe and target say, or one that exists already."""
 
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from support.runs import recipe
 
 import dflash
-from dflash.errors import TrainingError
-from dflash.training.drafters.init import mask_token_id, new_drafter
+from dflash import DFlashConfig, DFlashDraftModel, register_drafter, save_drafter
+from dflash.drafters.kinds import drafters
+from dflash.errors import DFlashError, TrainingError
+from dflash.target.identity import target_fingerprint
+from dflash.training.drafters.init import drafter_config, mask_token_id, new_drafter
+from dflash.training.recipe import DrafterShape
 
 
 def test_the_mask_token_is_a_text_an_id_or_the_tokenizers_own(folder):
     target = dflash.load_target(folder / "target")
     assert mask_token_id("<|mask|>", target) == target.tokenizer.get_vocab()["<|mask|>"]
     assert mask_token_id(263, target) == 263
-    for wrong, message in (("<nix>", "no token '<nix>'"), (264, "not among the target's 264"), (None, "no mask token")):
+    for wrong, message in (
+        ("<nix>", r"no token '<nix>'; set drafter.mask_token to .*<\|mask\|>"),
+        (264, "not among the target's 264"),
+        (None, r"no mask token; set drafter.mask_token to .*<\|mask\|>"),
+    ):
         with pytest.raises(TrainingError, match=message):
             mask_token_id(wrong, target)
 
@@ -22,3 +35,93 @@ def test_sizes_that_the_recipe_leaves_open_are_the_targets(folder):
     config = new_drafter(values.drafter, dflash.load_target(folder / "target")).config
     assert (config.intermediate_size, config.num_attention_heads, config.num_key_value_heads) == (48, 4, 2)
     assert (config.head_dim, config.rope_theta) == (12, 10_000.0)
+
+
+def test_a_new_drafter_says_which_target_it_is_for_and_which_layers_it_reads(folder, caplog):
+    target = dflash.load_target(folder / "target")
+    values = recipe(folder, "x", "drafter.target_layer_ids=[]", "drafter.num_hidden_layers=2")
+    with caplog.at_level("INFO", logger="dflash"):
+        config = drafter_config(values.drafter, target)
+    assert config.target_layer_ids == (1, 1 + target.num_layers - 4)
+    assert f"evenly spread layers, {list(config.target_layer_ids)}" in caplog.text
+    assert config.target_fingerprint == target_fingerprint(target)
+    assert config.input_embedding_scale == 1
+    caplog.clear()
+    new_drafter(values.drafter, target).bind(target)
+    assert "another target" not in caplog.text
+
+
+@pytest.fixture
+def wide_kind():
+    """A kind with an option of its own."""
+
+    @dataclass(frozen=True)
+    class WideConfig(DFlashConfig):
+        width: int = 1
+
+    @register_drafter("wide")
+    class Wide(DFlashDraftModel):
+        config_class = WideConfig
+
+    yield Wide
+    drafters._known.pop("wide")
+
+
+def test_a_recipe_makes_a_registered_kind_with_its_options(folder, wide_kind):
+    target = dflash.load_target(folder / "target")
+    model = new_drafter(recipe(folder, "x", "drafter.kind=wide", "drafter.options={width: 3}").drafter, target)
+    assert type(model) is wide_kind
+    assert (model.config.width, model.config.block_size) == (3, 4)
+    for option, message in (
+        ("drafter.options={witdh: 3}", r"kind 'wide' has no option 'witdh'; did you mean 'width'\?"),
+        ("drafter.options={block_size: 3}", "set drafter.block_size instead"),
+        ("drafter.kind=wyde", r"Unknown drafter 'wyde'; did you mean 'wide'\?"),
+    ):
+        with pytest.raises(DFlashError, match=message):
+            new_drafter(recipe(folder, "x", "drafter.kind=wide", option).drafter, target)
+
+
+def test_a_kind_that_cannot_be_trained_is_refused(folder):
+    target = dflash.load_target(folder / "target")
+    register_drafter("frozen")(type("Frozen", (), {}))
+    with pytest.raises(TrainingError, match=r"drafter\.kind 'frozen' cannot be trained"):
+        new_drafter(recipe(folder, "x", "drafter.kind=frozen").drafter, target)
+    drafters._known.pop("frozen")
+
+
+def test_a_run_starts_from_the_weights_of_a_given_drafter(folder, tmp_path, caplog):
+    target, values = dflash.load_target(folder / "target"), recipe(folder, "x")
+    first = new_drafter(values.drafter, target)
+    first.config = replace(first.config, target_fingerprint="of another fine-tuning")
+    save_drafter(first, tmp_path / "first", mx.float32)
+    again = new_drafter(DrafterShape(from_=str(tmp_path / "first")), target)
+    for (name, weight), (_, expected) in zip(
+        tree_flatten(again.parameters()), tree_flatten(first.parameters()), strict=True
+    ):
+        assert weight.dtype == mx.float32
+        assert mx.array_equal(weight, expected), name
+    assert again.config.target_fingerprint == target_fingerprint(target)
+    assert "another target" not in caplog.text
+    assert drafter_config(DrafterShape(from_=str(tmp_path / "first")), target) == again.config
+    for other, message in (
+        ({"block_size": 8}, r"drafter.block_size is 8, but .*first has 4. A drafter keeps its shape"),
+        ({"mask_token": 5}, r"drafter.mask_token is 5, but .*first has \d+"),
+        ({"options": {"width": 1}}, "remove drafter.options, or drafter.from"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            new_drafter(DrafterShape(from_=str(tmp_path / "first"), **other), target)
+
+
+def test_a_quantised_or_reduced_drafter_is_no_start(folder, tmp_path):
+    target = dflash.load_target(folder / "target")
+    model = new_drafter(recipe(folder, "x", "drafter.intermediate_size=64").drafter, target)
+    nn.quantize(model, group_size=32, bits=4, class_predicate=lambda name, m: name.endswith("mlp.gate_proj"))
+    save_drafter(model, tmp_path / "q")
+    with pytest.raises(TrainingError, match="is quantised; start from its weights before quantisation"):
+        new_drafter(DrafterShape(from_=str(tmp_path / "q")), target)
+    reduced = new_drafter(recipe(folder, "x").drafter, target)
+    reduced.config = replace(reduced.config, draft_vocab_size=3)
+    reduced.reduce_vocabulary(mx.array([65, 66, 67]), own_head=False)
+    save_drafter(reduced, tmp_path / "r")
+    with pytest.raises(TrainingError, match="knows a part of the vocabulary only"):
+        new_drafter(DrafterShape(from_=str(tmp_path / "r")), target)

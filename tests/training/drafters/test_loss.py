@@ -126,10 +126,12 @@ def test_a_block_sees_nothing_at_its_anchor_or_after_it(seed):
     assert all(mx.array_equal(gradients[name], other_gradients[name]) for name in gradients)
 
 
-def test_kl_compares_each_position_with_what_the_target_says_after_the_token_before_it():
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_kl_compares_each_position_with_what_the_target_says_after_the_token_before_it(from_anchor):
     """With a real target: its own logits, one document at a time, against one reading of the padded pack."""
     real = target("qwen3", 2, VOCAB)
-    model = randomize(DFlashDraftModel(draft_config(VOCAB, block_size=6)), 1)
+    size = 5 if from_anchor else 6  # of five drafts either way
+    model = randomize(DFlashDraftModel(draft_config(VOCAB, block_size=size, sample_from_anchor=from_anchor)), 1)
     model.bind(real)
     documents, wanted = pack_of_three(), []
     blocks = padded(documents)[:3]

@@ -166,17 +166,20 @@ class DFlashDraftModel(nn.Module):
                     "Use the drafter that was trained for this target."
                 )
         self.config.check_layer_ids(target.num_layers)
-        if self.config.target_fingerprint not in (None, target_fingerprint(target)):
+        trained_for = self.config.target_fingerprint
+        if trained_for is not None and trained_for != target_fingerprint(target):
             logger.warning(
                 "The drafter was trained for another target of the same shape (another fine-tuning or quantisation); "
                 "its text stays exact, but fewer drafts may be accepted. Use the drafter that was trained for this one."
             )
+        # Drafters of Gemma targets name the cap that the target's own head applies already.
+        self._target_cap = getattr(target.adapter.config, "final_logit_softcapping", None)
         self._target = target
 
     def embed(self, tokens_BL: mx.array) -> mx.array:
         """Target embeddings ``[B, L, E]``, scaled as the target scales them, times the drafter's own factor."""
         embeddings_BLE = self._target.embed(tokens_BL)
-        scale = self._target.adapter.embedding_scale * self.config.input_embedding_scale
+        scale = self._target.embedding_scale * self.config.input_embedding_scale
         return embeddings_BLE if scale == 1.0 else embeddings_BLE * scale
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
@@ -189,7 +192,7 @@ class DFlashDraftModel(nn.Module):
         multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
         if multiplier != 1.0:
             logits_BLV = logits_BLV * multiplier
-        if cap is not None:
+        if cap is not None and (own or multiplier != 1.0 or cap != self._target_cap):
             logits_BLV = cap * mx.tanh(logits_BLV / cap)
         if self._token_ids is None:
             return logits_BLV

@@ -14,6 +14,7 @@ from support import reference
 from support.models import HIDDEN, qwen3_model, random_drafter
 
 from dflash import DFlashConfig, DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash.adapters.conformance import small_models
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA3 = {
@@ -58,6 +59,7 @@ VARIANTS = {
     "one head of keys": {"num_key_value_heads": 1, "head_dim": 16},
     "ungrouped": {"num_key_value_heads": 4, "head_dim": 8},
     "logit options": {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 4.0},
+    "biases": {"attention_bias": True},
     "rope linear": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
     "rope llama3": {"rope_scaling": LLAMA3},
     "one layer, features out of order": {"num_hidden_layers": 1, "target_layer_ids": (3, 0), "layer_types": ()},
@@ -92,7 +94,7 @@ def test_draft_logits_follow_the_formulas_at_any_context_length(variant, context
 
 def test_variants_differ_so_that_the_comparison_can_tell_them_apart():
     drafts = {}
-    for name in ("full", "sliding", "causal full", "bidirectional sliding", "rope linear", "rope llama3"):
+    for name in ("full", "sliding", "causal full", "bidirectional sliding", "biases", "rope linear", "rope llama3"):
         _, drafter, dense_target, dense_drafter = pair(1, 24, **VARIANTS[name])
         outputs = dense_target(prompt_of(45, 24))[1]
         features = np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
@@ -117,7 +119,7 @@ def test_target_features_and_logits_follow_the_formulas(kind):
 
 
 DECODING = [
-    # variant, drafter's block, decoder's block, prompt, seed (target_tokens for blocks of many lengths, no near ties)
+    # variant, drafter's block, decoder's block, prompt, seed (chosen for blocks of many lengths, no near ties)
     ("full", 8, 8, 1, 7),
     ("full", 16, 16, 40, 20),
     ("full", 8, 5, 13, 13),
@@ -149,3 +151,28 @@ def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, tra
     assert ids[0, prompt:].tolist() == expected.tokens
     assert len(steps[0]) == 1, "the prompt's own pass commits one token"
     assert [len(step) for step in steps[1:]] == expected.accepted
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gemma2"])
+def test_embeddings_are_scaled_as_the_target_scales_them(architecture):
+    """A published Gemma drafter says nothing of the factor that Gemma's backbone applies: sqrt(hidden size)."""
+    target = LoadedTargetModel(small_models.build(architecture))
+    shape = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers, "target_layer_ids": (0,)}
+    tokens = mx.array([[3, 7]])
+    scaled = np.array(target.embed(tokens)) * target.hidden_size**0.5
+    for factor in (1.0, 0.5):
+        drafter = random_drafter(3, target.vocab_size, **shape, input_embedding_scale=factor)
+        drafter.bind(target)
+        np.testing.assert_allclose(np.array(drafter.embed(tokens)), scaled * factor, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_a_soft_cap_that_the_targets_head_has_is_not_applied_twice(cap):
+    target = LoadedTargetModel(small_models.build("gemma2"))
+    target.adapter.config.final_logit_softcapping = 5.0
+    shape = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers, "target_layer_ids": (0,)}
+    drafter = random_drafter(3, target.vocab_size, **shape, final_logit_softcapping=cap)
+    drafter.bind(target)
+    hidden = 3 * mx.random.normal((1, 4, target.hidden_size), key=mx.random.key(0))
+    raw = np.array(target.adapter.embedding.as_linear(hidden))
+    np.testing.assert_allclose(np.array(drafter.head(hidden)), 5 * np.tanh(raw / 5), rtol=1e-4, atol=1e-4)

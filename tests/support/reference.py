@@ -58,8 +58,8 @@ def rope(x_LD: np.ndarray, positions: np.ndarray, inverse: np.ndarray) -> np.nda
     )
 
 
-def attend(q_LD: np.ndarray, k_SD: np.ndarray, v_SD: np.ndarray, seen_LS: np.ndarray) -> np.ndarray:
-    scores = np.where(seen_LS, q_LD @ k_SD.T / math.sqrt(q_LD.shape[-1]), -np.inf)
+def attend(q_LD: np.ndarray, k_SD: np.ndarray, v_SD: np.ndarray, visible_LS: np.ndarray) -> np.ndarray:
+    scores = np.where(visible_LS, q_LD @ k_SD.T / math.sqrt(q_LD.shape[-1]), -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True) @ v_SD
 
@@ -78,12 +78,15 @@ class Layer:
     def matrix(self, name: str) -> np.ndarray:
         return self.weights[f"{self.prefix}.{name}.weight"]
 
+    def bias(self, name: str) -> np.ndarray | float:
+        return self.weights.get(f"{self.prefix}.self_attn.{name}_proj.bias", 0.0)
+
     def normed(self, name: str, x: np.ndarray) -> np.ndarray:
         return rms_norm(x, self.matrix(name), self.eps)
 
     def project(self, name: str, x_LE: np.ndarray, heads: int) -> np.ndarray:
         """``[heads, L, D]``."""
-        y = x_LE @ self.matrix(f"self_attn.{name}_proj").T
+        y = x_LE @ self.matrix(f"self_attn.{name}_proj").T + self.bias(name)
         return np.stack(np.split(y, heads, axis=-1))
 
     def queries(self, y_LE: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -94,10 +97,10 @@ class Layer:
         k = self.normed("self_attn.k_norm", self.project("k", y_LE, self.kv_heads))
         return np.stack([rope(head, positions, self.inverse) for head in k]), self.project("v", y_LE, self.kv_heads)
 
-    def attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen_LS: np.ndarray) -> np.ndarray:
+    def attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, visible_LS: np.ndarray) -> np.ndarray:
         group = self.heads // self.kv_heads  # consecutive query heads share one key-value head
-        out = [attend(q[h], k[h // group], v[h // group], seen_LS) for h in range(self.heads)]
-        return np.concatenate(out, axis=-1) @ self.matrix("self_attn.o_proj").T
+        out = [attend(q[h], k[h // group], v[h // group], visible_LS) for h in range(self.heads)]
+        return np.concatenate(out, axis=-1) @ self.matrix("self_attn.o_proj").T + self.bias("o")
 
     def mlp(self, x: np.ndarray) -> np.ndarray:
         y = self.normed("post_attention_layernorm", x)
@@ -126,10 +129,10 @@ class DenseTarget:
     def __call__(self, tokens: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Logits ``[L, V]`` and the output ``[L, E]`` of every layer."""
         x, positions, outputs = self.embed(tokens), np.arange(len(tokens)), []
-        seen = positions[None] <= positions[:, None]
+        visible = positions[None] <= positions[:, None]
         for layer in self.layers:
             y = layer.normed("input_layernorm", x)
-            x = x + layer.attention(layer.queries(y, positions), *layer.keys_values(y, positions), seen)
+            x = x + layer.attention(layer.queries(y, positions), *layer.keys_values(y, positions), visible)
             x = x + layer.mlp(x)
             outputs.append(x)
         return self.head(rms_norm(x, self.weights["model.norm.weight"], self.eps)), outputs
@@ -147,23 +150,23 @@ class DenseDrafter:
             for i in range(config["num_hidden_layers"])
         ]
 
-    def seen(self, layer: int, context: int) -> np.ndarray:
+    def visible(self, layer: int, context: int) -> np.ndarray:
         """``[block, context + block]``, spelled out one query and one key at a time."""
         config, size = self.config, self.config["block_size"]
         sliding = config["layer_types"][layer] == "sliding_attention"
         causal = sliding if config["is_causal"] is None else config["is_causal"]
-        seen = np.zeros((size, context + size), bool)
+        visible = np.zeros((size, context + size), bool)
         for i in range(size):
             t = context + i
             for s in range(context + size):
                 if s < context:
-                    seen[i, s] = not sliding or s > t - config["sliding_window"]
+                    visible[i, s] = not sliding or s > t - config["sliding_window"]
                 else:
-                    seen[i, s] = not causal or s <= t
-        return seen
+                    visible[i, s] = not causal or s <= t
+        return visible
 
     def logits(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
-        """``[block_size - 1, V]``: row ``i`` predicts the token ``i + 1`` places behind the anchor."""
+        """``[block_size - 1, V]``: row ``i`` predicts the token ``i + 1`` places after the anchor."""
         config, size, context = self.config, self.config["block_size"], len(features_SF)
         hidden = rms_norm(features_SF @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"], self.eps)
         before, positions = np.arange(context), np.arange(context, context + size)
@@ -173,7 +176,7 @@ class DenseDrafter:
             context_k, context_v = layer.keys_values(hidden, before)
             block_k, block_v = layer.keys_values(y, positions)
             k, v = np.concatenate([context_k, block_k], axis=1), np.concatenate([context_v, block_v], axis=1)
-            x = x + layer.attention(layer.queries(y, positions), k, v, self.seen(i, context))
+            x = x + layer.attention(layer.queries(y, positions), k, v, self.visible(i, context))
             x = x + layer.mlp(x)
         logits = self.target.head(rms_norm(x, self.weights["norm.weight"], self.eps))[1:] * config["output_multiplier"]
         cap = config["final_logit_softcapping"]

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import cast
 
 import mlx.core as mx
@@ -107,7 +108,8 @@ class Shape:
 class _Target:
     """An embedding and a head: all that a drafter borrows."""
 
-    num_layers = 8
+    num_layers, embedding_scale = 8, 1.0
+    adapter = SimpleNamespace(config=None)
 
     def __init__(self, shape: Shape):
         self.hidden_size, self.vocab_size = shape.hidden_size, shape.vocab_size

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +28,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 class RandomTarget:
     """An embedding and a head: all that a drafter borrows."""
 
-    hidden_size, num_layers = HIDDEN, LAYERS
+    hidden_size, num_layers, embedding_scale = HIDDEN, LAYERS, 1.0
+    adapter = SimpleNamespace(config=None)
 
     def __init__(self, seed: int, vocab: int = VOCAB):
         keys, self.vocab_size = mx.random.split(mx.random.key(seed)), vocab

@@ -9,7 +9,7 @@ Shapes: T predictions, V vocabulary.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from dflash.cpu_math import cross_entropy, logsumexp, softmax
 from dflash.errors import did_you_mean
 from dflash.registry import Registry
 
-from ..settings import SettingsError
+from ..settings import Checked, SettingsError, setting
 
 CROSS_ENTROPY, KL, MIX = "cross_entropy", "kl", "mix"
 
@@ -91,7 +91,7 @@ def mix(predictions: Predictions, kl_weight: float) -> mx.array:
 
 
 @dataclass(frozen=True)
-class ObjectiveSettings:
+class ObjectiveSettings(Checked):
     """What each prediction is scored by, and how much it counts.
 
     ``kind`` is ``cross_entropy`` on the target's tokens (as published), ``kl`` (forward KL divergence from the
@@ -102,22 +102,17 @@ class ObjectiveSettings:
     Raises :class:`~dflash.training.settings.SettingsError` when a value is impossible.
     """
 
-    kind: str = CROSS_ENTROPY
-    kl_weight: float = 0.5
-    gamma: float = 7.0
-    chunk: int = 512
-    options: dict[str, Any] = field(default_factory=dict)
+    kind: str = setting(CROSS_ENTROPY, "cross_entropy, kl, mix, or what a plug-in registers")
+    kl_weight: float = setting(0.5, "of mix: the weight of KL; cross-entropy has the rest", at_least=0, at_most=1)
+    gamma: float = setting(7.0, "position i of a block counts exp(-(i - 1) / gamma)", above=0)
+    chunk: int = setting(512, "predictions whose logits exist at once", at_least=1)
+    options: dict[str, Any] = setting(meaning="options of a plug-in's objective", factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         objective = OBJECTIVES.find(self.kind)
         if objective is None:
             raise SettingsError(f"kind is {self.kind!r}; {did_you_mean(self.kind, OBJECTIVES.all())}")
-        if not 0 <= self.kl_weight <= 1:
-            raise SettingsError(f"kl_weight must be between 0 and 1, got {self.kl_weight!r}.")
-        if not self.gamma > 0:
-            raise SettingsError(f"gamma must be above 0, got {self.gamma!r}.")
-        if self.chunk < 1:
-            raise SettingsError(f"chunk must be at least 1 prediction, got {self.chunk!r}.")
         try:
             inspect.signature(objective.losses).bind(None, **self._options)
         except TypeError as error:

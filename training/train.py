@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from dflash import LoadedTargetModel, load_target
+from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
 from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads
 from dflash.drafters.protocol import Drafter
@@ -30,10 +31,11 @@ from dflash.progress import progress
 from .batches import Batches
 from .callbacks import CALLBACKS, RunInfo, listeners
 from .data.dataset import dataset_fingerprint, open_dataset, read_manifest
+from .data.mask_token import require_unused
 from .data.sequences import Sequences
 from .drafters.init import drafter_config, new_drafter
-from .drafters.loss import Batch, drafter_loss
-from .evaluate import heldout_prompts, measure
+from .drafters.loss import Batch, Scores, drafter_loss
+from .evaluate import Acceptance, heldout_batches, heldout_prompts, heldout_scores, measure
 from .export import EXPORTED, export, require_only_a_drafter
 from .features import (
     CachedFeatures,
@@ -66,6 +68,13 @@ _MAY_CHANGE = {
         *("run.steps", "run.epochs"),  # the loop knows whether a run can be made longer
     )
 }
+
+_RENAMED = {
+    "data": {"batch_blocks": "max_blocks_per_batch"},
+    "run": {"explosion": "max_loss_spike"},
+    "objective": {"kl_share": "kl_weight"},
+}
+"""Settings by their older names, which recorded recipes may have."""
 
 
 def train(recipe: Recipe, on_log: OnLog | None = None) -> Path:
@@ -109,7 +118,11 @@ def _check_before_loading(recipe: Recipe, ranks: Ranks) -> None:
 def _recorded(folder: Path) -> dict[str, Any]:
     """What the run in ``folder`` was started with; settings that are newer than it have their defaults."""
     recorded = read_json(folder / RECIPE)
-    return recorded | {"recipe": with_defaults(Recipe, recorded.get("recipe"))}
+    recipe = recorded.get("recipe")
+    for section, names in _RENAMED.items():
+        if isinstance(recipe, dict) and isinstance(recipe.get(section), dict):
+            recipe[section] = {names.get(key, key): value for key, value in recipe[section].items()}
+    return recorded | {"recipe": with_defaults(Recipe, recipe)}
 
 
 @contextmanager
@@ -129,18 +142,16 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
     sequences = open_dataset(recipe.data.folder, "train", target)
     batches = Batches(sequences, recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe))
     settings = fit_settings(recipe, batches, target)
-    prompts = list(ranks.shard(_prompts(recipe, target)))
+    heldout = open_dataset(recipe.data.folder, "heldout", None)  # "train" was checked
+    prompts = list(ranks.shard(_prompts(recipe, heldout, target)))
     drafter = new_drafter(recipe.drafter, target)
+    require_unused(drafter.config.mask_token_id, target, sequences, heldout)
     batch = _with_features(recipe, batches, target, drafter.target_layer_ids, sequences)
 
     folder = recipe.run.folder
     identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(sequences)}
     ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
     _announce(settings, batches, ranks)
-
-    def evaluate() -> dict[str, Any]:
-        bar = progress(prompts, "evaluate", show=ranks.is_main)
-        return ranks.all_reduce_sum(measure(target, drafter, bar, recipe.run.evaluate_tokens)).results()
 
     dtype = drafter_dtype(target)
 
@@ -160,7 +171,7 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
         loss,
         settings,
         folder,
-        evaluate,
+        _evaluation(recipe, target, drafter, prompts, heldout, ranks),
         score="acceptance_length",
         name_batch=batches.name,
         ranks=ranks,
@@ -280,7 +291,7 @@ def drafter_dtype(target: LoadedTargetModel) -> mx.Dtype:
     return dtype if dtype == mx.bfloat16 else mx.float32
 
 
-def _prompts(recipe: Recipe, target: LoadedTargetModel) -> list[list[int]]:
+def _prompts(recipe: Recipe, heldout: Sequences, target: LoadedTargetModel) -> list[list[int]]:
     tokens = recipe.run.evaluate_tokens
     if target.max_length is not None and tokens >= target.max_length:
         raise TrainingError(
@@ -288,5 +299,31 @@ def _prompts(recipe: Recipe, target: LoadedTargetModel) -> list[list[int]]:
             "all. Lower run.evaluate_tokens."
         )
     longest = None if target.max_length is None else target.max_length - tokens
-    heldout = open_dataset(recipe.data.folder, "heldout", target)
     return heldout_prompts(heldout, recipe.run.evaluate_prompts, longest)
+
+
+def _evaluation(
+    recipe: Recipe,
+    target: LoadedTargetModel,
+    drafter: DFlashDraftModel,
+    prompts: list[list[int]],
+    heldout: Sequences,
+    ranks: Ranks,
+) -> Callable[[], dict[str, Any]]:
+    """All ranks' evaluation: decode the prompts, and score as many heldout sequences without decoding."""
+    first = heldout.select(np.arange(len(heldout)) < recipe.run.evaluate_prompts)
+    with_hidden, dtype = recipe.objective.needs_target_logits, drafter_dtype(target)
+    batches = ranks.shard(heldout_batches(first, recipe.data, target, drafter.target_layer_ids, with_hidden))
+
+    def evaluate() -> dict[str, Any]:
+        bar = progress(prompts, "evaluate", show=ranks.is_main)
+        own = measure(target, drafter, bar, recipe.run.evaluate_tokens)
+        counts = ranks.all_reduce_sum(np.array([own.blocks, own.committed, *own.verified, *own.accepted]))
+        verified, accepted = np.split(counts[2:], 2)
+        acceptance = Acceptance(int(counts[0]), int(counts[1]), verified, accepted)
+        mine = heldout_scores(drafter, batches, recipe.objective, target.head, dtype)
+        sums = ranks.all_reduce_sum(np.array([mine.loss, mine.weight, *mine.predictions, *mine.right]))
+        predictions, right = np.split(sums[2:], 2)
+        return acceptance.results() | Scores(float(sums[0]), float(sums[1]), predictions, right).results()
+
+    return evaluate

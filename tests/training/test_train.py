@@ -44,7 +44,9 @@ def test_evaluation_by_decoding_is_logged_every_n_steps_and_at_the_end(undisturb
     for line in evaluations:
         assert line["blocks"] > 0
         assert line["acceptance_length"] >= 1
-        assert len(line["acceptance_by_position"]) == 3
+        assert len(line["acceptance_by_position"]) == len(line["heldout_accuracy"]) == 3
+        assert all(0 <= accuracy <= 1 for accuracy in line["heldout_accuracy"])
+    assert evaluations[-1]["heldout_loss"] < evaluations[0]["heldout_loss"]
 
 
 def test_the_loss_falls(folder):

@@ -25,8 +25,6 @@ import numpy as np
 from dflash.errors import TrainingError, one_line
 from dflash.files import flat
 
-from ..evaluate import Acceptance
-
 T = TypeVar("T")
 
 _SLOW = 50e6
@@ -63,7 +61,7 @@ class Ranks:
         return self.rank == 0
 
     def shard(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's part of the batches of a step, or of the prompts of an evaluation."""
+        """This rank's items: of the batches of a step, or of the prompts of an evaluation."""
         return items[self.rank :: self.size]
 
     def allow(self, nbytes: int) -> None:
@@ -111,13 +109,11 @@ class Ranks:
         """Rank 0's ``flag``, on every rank."""
         return bool(self.all_gather([float(flag)])[0])
 
-    def all_reduce_sum(self, part: Acceptance) -> Acceptance:
-        """The acceptance over all ranks' prompts."""
+    def all_reduce_sum(self, values: np.ndarray) -> np.ndarray:
+        """The sum of all ranks' ``values``, of which each gives as many; exact to 32 bits."""
         if self.group is None:
-            return part
-        counts = self._sum(np.array([part.blocks, part.committed, *part.verified, *part.accepted], dtype=np.int32))
-        verified, accepted = np.split(counts[2:], 2)
-        return Acceptance(int(counts[0]), int(counts[1]), verified, accepted)
+            return values
+        return self._sum(values.astype(np.int32 if np.issubdtype(values.dtype, np.integer) else np.float32))
 
     def _sum(self, values: np.ndarray) -> np.ndarray:
         with self._exchange():

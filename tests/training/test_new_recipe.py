@@ -1,0 +1,59 @@
+"""A recipe for any target: complete, valid, commented, and small enough for the machine."""
+
+import pytest
+
+from dflash.errors import TrainingError
+from dflash.training import new_recipe
+from dflash.training.new_recipe import as_yaml, propose_recipe
+from dflash.training.recipe import Recipe
+from dflash.training.settings import from_yaml, to_dict
+from dflash.training.train import train
+
+
+@pytest.fixture(scope="module")
+def proposal(folder):
+    return propose_recipe(str(folder / "target"), folder / "data", folder / "proposed")
+
+
+def test_the_file_holds_every_setting_with_its_meaning_and_is_the_recipe(proposal):
+    text = as_yaml(proposal)
+    assert from_yaml(Recipe, text, "there") == proposal.recipe
+    lines = {line.partition(":")[0].strip(): line for line in text.splitlines() if not line.startswith("#")}
+    for section, values in to_dict(proposal.recipe).items():
+        for key in values if isinstance(values, dict) else ():
+            assert "  # " in lines[key], f"{section}.{key}"
+    assert "# Memory, by arithmetic: about" in text
+    assert "# Time: a step of" in text
+
+
+def test_layers_lengths_and_mask_are_those_of_target_and_data(proposal):
+    recipe = proposal.recipe
+    assert all(0 <= layer < 4 for layer in recipe.drafter.target_layer_ids)
+    assert recipe.data.max_length == 64  # the longest sequence has fewer tokens
+    assert recipe.drafter.mask_token == "<|mask|>"
+    assert "neither the tokenizer nor the dataset" in proposal.reasons["drafter.mask_token"]
+
+
+def test_it_trains_as_it_is(proposal, folder):
+    text = as_yaml(proposal)
+    short = ["run.steps=1", "run.batches_per_step=1", "run.evaluate_prompts=1", "run.evaluate_tokens=4"]
+    train(from_yaml(Recipe, text, "there", short))
+    assert (folder / "proposed" / "drafter" / "model.safetensors").exists()
+
+
+def test_less_memory_means_fewer_blocks_at_once_in_as_large_steps(folder, monkeypatch):
+    found = []
+    for gigabytes in (64.0, 0.04):
+        monkeypatch.setattr(new_recipe, "machine_memory", lambda size=gigabytes: int(size * 1e9))
+        found.append(propose_recipe(str(folder / "target")).recipe)
+    roomy, tight = found
+    assert (roomy.data.max_blocks_per_batch, roomy.run.grad_checkpoint) == (1024, False)
+    assert tight.data.max_blocks_per_batch < 1024
+    for recipe in found:
+        assert recipe.data.max_blocks_per_batch * recipe.run.batches_per_step == 8192
+
+
+def test_a_machine_that_is_too_small_is_said_so(folder, monkeypatch):
+    monkeypatch.setattr(new_recipe, "machine_memory", lambda: 1000)
+    with pytest.raises(TrainingError, match=r"needs \d+ GB even with small batches; this machine has 0 GB"):
+        propose_recipe(str(folder / "target"))

@@ -1,0 +1,237 @@
+"""A complete recipe for one target: what to tap, which mask, batches that fit this machine, the expected time.
+
+Knows targets, settings, and how long a trial takes. Must not know how a run is carried out.
+"""
+
+import logging
+import math
+import textwrap
+import time
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import yaml
+
+from dflash import DFlashConfig, LoadedTargetModel, load_target
+from dflash.drafters.config import spread_layer_ids
+from dflash.errors import TrainingError
+from dflash.files import flat
+
+from .batches import Batches
+from .data.dataset import open_dataset
+from .data.mask_token import unused_tokens
+from .data.sequences import Sequences
+from .drafters.init import new_drafter
+from .drafters.loss import Batch, drafter_loss
+from .loop.clock import duration
+from .memory import machine_memory, training_memory
+from .recipe import DataSettings, DrafterShape, Recipe, RunSettings
+from .settings import settings_help, to_dict
+from .train import drafter_dtype
+
+logger = logging.getLogger(__name__)
+
+_PART = 0.75  # of the machine's memory: other programs and fragments need some too
+_TRIAL_TOKENS, _TRIAL_ANCHORS = 256, 16
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A recipe with the reasons for its values, by dotted key, and lines on its memory and time."""
+
+    recipe: Recipe
+    reasons: dict[str, str]
+    estimates: list[str]
+
+
+def propose_recipe(target: str, data: Path | None = None, run: Path | None = None) -> Proposal:
+    """A recipe for ``target`` (a folder or a hub name), and what it costs on this machine.
+
+    With ``data``, a dataset of ``dflash prepare``, lengths are those of the data and the mask is none of its tokens.
+    Raises :class:`~dflash.errors.DFlashError` for a target or dataset that cannot be used.
+    """
+    loaded = load_target(target)
+    sequences = None if data is None else open_dataset(data, "train", loaded)
+    name = Path(target).resolve().name.lower()
+    reasons: dict[str, str] = {}
+    drafter = _shape(loaded, sequences, reasons)
+    settings = _data_settings(data or Path("data") / name, loaded, sequences, reasons)
+    checked = Recipe(target, settings, RunSettings(folder=run or Path("runs") / name), drafter)
+    model = new_drafter(drafter, loaded)
+    checked = _fitting(checked, loaded, model.config, _size(model)[0], reasons)
+    estimates = [_memory_line(checked, loaded, model.config, _size(model)[0])]
+    estimates.append(_time_line(checked, _trial(checked, loaded, model), sequences))
+    return Proposal(checked, reasons, estimates)
+
+
+def _shape(target: LoadedTargetModel, sequences: Sequences | None, reasons: dict[str, str]) -> DrafterShape:
+    layers = max(1, min(5, target.num_layers // 4))
+    taps = spread_layer_ids(target.num_layers, min(5, max(1, target.num_layers - 4), target.num_layers))
+    taps = tuple(sorted(set(taps)))
+    unused = unused_tokens(target, *([] if sequences is None else [sequences]))
+    if not unused:
+        raise TrainingError(
+            "Every token of this target occurs in text, so there is no mask token. Add a special token to its "
+            "tokenizer, and give the embedding a row for it."
+        )
+    mask = unused[0]
+    reasons["drafter.num_hidden_layers"] = f"the target has {target.num_layers}"
+    reasons["drafter.target_layer_ids"] = f"evenly spread over {target.num_layers} layers"
+    reasons["drafter.mask_token"] = (
+        f"no text uses {mask}" if sequences is None else f"neither the tokenizer nor the dataset uses {mask}"
+    )
+    return DrafterShape(num_hidden_layers=layers, target_layer_ids=taps, mask_token=mask.text or mask.id)
+
+
+def _data_settings(
+    folder: Path, target: LoadedTargetModel, sequences: Sequences | None, reasons: dict[str, str]
+) -> DataSettings:
+    limit = min(3072, target.max_length or 3072)
+    if sequences is not None and len(sequences):
+        longest = int(sequences.lengths.max())
+        limit = min(limit, math.ceil(longest / 64) * 64)
+        reasons["data.max_length"] = f"the longest sequence has {longest} tokens"
+    elif target.max_length is not None and target.max_length < 3072:
+        reasons["data.max_length"] = f"the target takes {target.max_length} tokens"
+    return DataSettings(folder, max_length=limit, batch_tokens=limit)
+
+
+def _size(model: nn.Module) -> tuple[int, int]:
+    """Numbers and bytes of a model's weights."""
+    arrays = flat(model.parameters()).values()
+    return sum(array.size for array in arrays), sum(array.nbytes for array in arrays)
+
+
+def _memory(recipe: Recipe, target: LoadedTargetModel, config: DFlashConfig, parameters: int) -> Any:
+    return training_memory(
+        config,
+        target_bytes=_size(target.model)[1],
+        value_bytes=drafter_dtype(target).size,
+        parameters=parameters,
+        blocks=recipe.data.max_blocks_per_batch,
+        batch_tokens=recipe.data.batch_tokens,
+        chunk=recipe.objective.chunk,
+        several_batches=recipe.run.batches_per_step > 1,
+        grad_checkpoint=recipe.run.grad_checkpoint,
+    )
+
+
+def _fitting(
+    recipe: Recipe, target: LoadedTargetModel, config: DFlashConfig, parameters: int, reasons: dict[str, str]
+) -> Recipe:
+    """``recipe`` with the most blocks a batch that fit into this machine's memory, eight batches of 1024 a step."""
+    room = _PART * machine_memory()
+    reasons["run.grad_checkpoint"] = reasons["data.max_blocks_per_batch"] = "for this machine's memory"
+    for blocks in (1024, 512, 256, 128, 64, 32):
+        for checkpointed in (False, True):
+            tried = replace(
+                recipe,
+                data=replace(recipe.data, max_blocks_per_batch=blocks, anchors=min(512, blocks)),
+                run=replace(recipe.run, batches_per_step=8 * 1024 // blocks, grad_checkpoint=checkpointed),
+            )
+            if _memory(tried, target, config, parameters).peak <= room:
+                reasons["run.batches_per_step"] = "so that a step has 8192 blocks, as with larger batches"
+                return tried
+    raise TrainingError(
+        f"Training for this target needs {_memory(tried, target, config, parameters).peak / 1e9:.0f} GB even with "
+        f"small batches; this machine has {machine_memory() / 1e9:.0f} GB. Use a quantised target or a larger machine."
+    )
+
+
+def _memory_line(recipe: Recipe, target: LoadedTargetModel, config: DFlashConfig, parameters: int) -> str:
+    memory = _memory(recipe, target, config, parameters)
+    gigabytes = [part / 1e9 for part in (memory.peak, memory.target, memory.drafter + memory.sum, memory.batch)]
+    return (
+        "Memory, by arithmetic: about {:.1f} GB at the peak (target {:.1f}, drafter with gradients and moments {:.1f}, "
+        "a batch {:.1f}); this machine has {:.1f} GB.".format(*gigabytes, machine_memory() / 1e9)
+    )
+
+
+# --- time ---------------------------------------------------------------------------------------------------
+
+
+def _trial(recipe: Recipe, target: LoadedTargetModel, model: Any) -> float:
+    """Seconds of a batch as large as the recipe allows, scaled up from a small one."""
+    length = min(_TRIAL_TOKENS, recipe.data.max_length)
+    tokens = mx.random.randint(0, target.vocab_size, (1, length), key=mx.random.key(0))
+    anchors = mx.arange(_TRIAL_ANCHORS)[None] * max(1, (length - recipe.drafter.block_size) // _TRIAL_ANCHORS)
+    dtype = drafter_dtype(target)
+
+    def target_pass() -> mx.array:
+        return target.forward_hidden(tokens, None, model.target_layer_ids)[1]
+
+    features = target_pass()
+    batch = Batch(tokens, mx.ones((1, length), mx.bool_), anchors, features)
+    gradient = nn.value_and_grad(
+        model, lambda model: drafter_loss(model, batch, recipe.objective, target.head, dtype=dtype)
+    )
+    target_seconds, batch_seconds = _fastest(target_pass), _fastest(gradient, model)
+    more = recipe.data.max_blocks_per_batch / _TRIAL_ANCHORS
+    return target_seconds * recipe.data.batch_tokens / length + batch_seconds * more
+
+
+def _fastest(function: Any, *arguments: Any) -> float:
+    """Seconds of the quicker of two calls; the first one also compiles."""
+    seconds = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        mx.eval(function(*arguments))
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+def _time_line(recipe: Recipe, batch_seconds: float, sequences: Sequences | None) -> str:
+    step = batch_seconds * recipe.run.batches_per_step
+    full = f"{recipe.run.batches_per_step} full batches"
+    measured = f"Time: a step of {full} takes about {duration(step)}, by measuring a small one"
+    if sequences is None:
+        tokens = recipe.data.batch_tokens / batch_seconds
+        return f"{measured}; {duration(1e6 / tokens)} for a million tokens, without evaluations."
+    batches = len(Batches(sequences, recipe.data, recipe.run.epochs))
+    steps = batches // recipe.run.batches_per_step
+    total = duration(batches * batch_seconds)
+    return f"{measured}; {steps} steps in {recipe.run.epochs} epochs, at most about {total}, without evaluations."
+
+
+# --- text ---------------------------------------------------------------------------------------------------
+
+
+def as_yaml(proposal: Proposal) -> str:
+    """The recipe as a file with every setting, its meaning or the reason for its value."""
+    recipe = proposal.recipe
+    help_of: dict[str, str] = {}
+    for field in fields(recipe):
+        value = getattr(recipe, field.name)
+        if is_dataclass(value):
+            help_of |= {line.key: line.meaning for line in settings_help(type(value), f"{field.name}.")}
+    help_of |= proposal.reasons
+    lines = [
+        *_comment(
+            f"A DFlash drafter for {recipe.target}, written by `dflash recipe`. Every setting is here; all but target, "
+            "data.folder and run.folder may be left out."
+        ),
+        *(line for estimate in proposal.estimates for line in _comment(estimate)),
+        "#",
+        f"#   dflash prepare PROMPTS.jsonl --target {recipe.target} --output {recipe.data.folder}",
+        "#   dflash train THIS_FILE.yaml",
+    ]
+    for section, values in to_dict(recipe).items():
+        if not isinstance(values, dict):
+            lines.append(f"{section}: {_inline(values)}")
+            continue
+        lines += ["", f"{section}:"]
+        for key, value in values.items():
+            setting, meaning = f"  {key}: {_inline(value)}", help_of.get(f"{section}.{key}")
+            lines.append(f"{setting:<34}  # {meaning}" if meaning else setting)
+    return "\n".join(lines) + "\n"
+
+
+def _inline(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, 110)]

@@ -205,6 +205,20 @@ def test_a_hub_name_is_downloaded_without_pickled_weights(saved, monkeypatch):
     assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in asked["patterns"])
 
 
+def test_a_run_in_place_of_its_drafter_is_told_apart(saved, tmp_path):
+    run = tmp_path / "one"
+    shutil.copytree(saved, run)
+    (run / "recipe.json").write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(run)
+    one_line(error, f"{run} is a run; make its drafter with: dflash export {run} {run}/drafter")
+    shutil.copytree(saved, run / "drafter")
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(run)
+    one_line(error, f"{run} is a run; its drafter is {run}/drafter")
+    assert load_drafter(run / "drafter").block_size == 8
+
+
 def damage_missing(folder):
     rewrite(folder, lambda w: w.pop("layers.1.mlp.up_proj.weight"))
 

@@ -1,6 +1,7 @@
 """Every published packaging of one drafter loads and drafts exactly what its plain form does; the rest is refused.
 
-The plain form is z-lab's. Each case rewrites its config and weights as another packaging stores them.
+Through load_drafter: formats.py (configs), tensors.py (weights) and unsupported.py (what is refused). The plain form is
+z-lab's; each case rewrites its config and weights as another packaging stores them.
 """
 
 import json
@@ -16,6 +17,7 @@ from support.models import HIDDEN, LAYERS, draft_config, qwen3_model, random_dra
 from dflash import LoadedTargetModel, load_drafter, save_drafter
 from dflash.errors import CheckpointError
 from dflash.files import flat
+from dflash.target.identity import target_fingerprint
 
 VOCAB, BLOCK = 32, 8
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -437,8 +439,6 @@ def test_layer_ids_that_are_assumed_are_named(caplog):
 
 
 def test_a_drafter_on_another_target_of_the_same_shape_gets_a_warning(caplog):
-    from dflash.target.identity import target_fingerprint
-
     drafter = random_drafter(3, VOCAB, target_fingerprint=target_fingerprint(target()))
     with caplog.at_level(logging.WARNING):
         drafter.bind(target())

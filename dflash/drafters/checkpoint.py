@@ -11,7 +11,11 @@ import mlx.core as mx
 from ..backend import compute_dtype, to_compute_dtype
 from ..errors import CheckpointError
 from ..files import flat, read_json, read_safetensors, resolve_checkpoint, write_arrays, write_json
-from .kinds import DEFAULT, KIND, drafter_class, kind_in, kind_of
+from ..target import load_target
+from .autoregressive import AutoregressiveDrafter
+from .kinds import DEFAULT, KIND, drafter_class, is_language_model, kind_in, kind_of
+from .ngram import NAME as NGRAM
+from .ngram import NgramDrafter
 from .quantized import description, quantize_like
 from .tensors import HEAD, Weights, check_weights, published_weights, reduced_vocabulary, vocabulary_tables
 
@@ -19,15 +23,21 @@ from .tensors import HEAD, Weights, check_weights, published_weights, reduced_vo
 def load_drafter(path_or_hub_name: str | Path) -> Any:
     """Load a drafter from a folder or a hub name: a ``DFlashDraftModel``, or the kind that its config names.
 
+    The name ``"ngram"`` needs no files: an :class:`~dflash.drafters.ngram.NgramDrafter` (write ``./ngram`` for a folder
+    of that name). A whole language model becomes an :class:`~dflash.drafters.autoregressive.AutoregressiveDrafter`.
     Every packaging of :mod:`.formats` and :mod:`.tensors` is read, quantised or not. On the CPU it computes in float32;
     elsewhere float16 becomes bfloat16, since the target's features overflow it.
 
     Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files, what is not supported (by name), and
     weights that are missing, left over, of the wrong shape or type, or not finite.
     """
+    if path_or_hub_name == NGRAM:
+        return NgramDrafter()
     path = resolve_checkpoint(path_or_hub_name)
     _refuse_run(path)
     values = read_json(path / "config.json")
+    if is_language_model(values):
+        return AutoregressiveDrafter(load_target(path))
     cls = drafter_class(kind_in(values))
     weights = published_weights(read_safetensors(path), path)
     config = cls.config_class.from_dict(_with_head_dim(values, weights))

@@ -15,6 +15,8 @@ DEFAULT = "dflash"
 KIND = "drafter_kind"
 """The key of ``config.json`` that names the kind; absent in published files, which are of the kind ``"dflash"``."""
 
+_DRAFTER_KEYS = ("dflash_config", "speculators_config", "target_layer_ids", "num_target_layers", "mask_token_id")
+
 drafters: Registry[type] = Registry("drafter", "dflash.drafters")
 
 
@@ -68,3 +70,17 @@ def kind_in(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures") or ()
     names = [config.get("model_type"), *([architectures] if isinstance(architectures, str) else architectures)]
     return next((name for name in names if isinstance(name, str) and name in known), DEFAULT)
+
+
+def is_language_model(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a whole language model, which can draft by itself, one token after another.
+
+    It names such an architecture, or none beside its ``model_type``, and has no key by which drafters are known.
+    """
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    if any(key in part for part in parts for key in (KIND, *_DRAFTER_KEYS)) or kind_in(config) != DEFAULT:
+        return False
+    architectures = config.get("architectures") or ()
+    names = [architectures] if isinstance(architectures, str) else architectures
+    whole = any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in names)
+    return whole or (not names and "model_type" in config)

@@ -1,0 +1,253 @@
+"""A drafter that is a small language model: it writes the draft one token after another.
+
+This is mlx-lm's ``draft_model``, and speculative decoding as it was published (Leviathan et al., arXiv:2211.17192).
+Any model that mlx-lm loads can draft for a target with the same vocabulary: ``--drafter PATH``, or
+``AutoregressiveDrafter(load_target(PATH))``. Knows a loaded model and its caches. Must not know files, or the features
+of the target.
+
+Shapes: S tokens, L length of a draft, V vocabulary of the target.
+"""
+
+import copy
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache
+
+from ..errors import IncompatibleModelsError
+from ..target import LoadedTargetModel
+from ..target.rewind import TargetCache
+from .protocol import Proposal
+
+logger = logging.getLogger(__name__)
+
+BLOCK_SIZE = 5
+"""Positions per block. A draft costs one pass of the draft model a token, so short blocks pay best; mlx-lm drafts 3."""
+
+TRIMMED = (KVCache, QuantizedKVCache, ConcatenateKVCache)
+"""Caches that can drop any number of their newest entries, however many passes ago these came."""
+
+
+@dataclass
+class Draft:
+    """The last draft: what the layers were fed for it, and how they can go back.
+
+    ``waiting`` and then ``anchor`` went in one pass, then the drafts one by one. ``before`` and ``after_anchor`` hold
+    the layers that cannot be trimmed, by index, as they were before and after that pass.
+    """
+
+    waiting: mx.array
+    anchor: mx.array
+    tokens: mx.array
+    before: dict[int, Any]
+    after_anchor: dict[int, Any]
+
+
+class DraftCache:
+    """The draft model's own caches, which follow the committed context.
+
+    ``offset`` counts the context. Its newest tokens may wait to be fed: they go with the next anchor, in one pass.
+    What the last draft fed is kept where it was committed. Layers that can drop their newest entries keep all of it;
+    for the others, sliding windows and recurrent states, a copy from after the anchor is kept aside (by reference:
+    no array is copied before the next pass writes into it), and the accepted drafts are fed again.
+    """
+
+    def __init__(self, caches: list[Any]):
+        self.layers = list(caches)
+        self.offset = 0
+        self.waiting = mx.zeros((1, 0), mx.int32)
+        self.draft: Draft | None = None
+        trimmed = [_can_be_trimmed(cache) for cache in caches]
+        self._trimmed = TargetCache(cache for cache, trims in zip(caches, trimmed, strict=True) if trims)
+        self._restored = [i for i, trims in enumerate(trimmed) if not trims]
+
+    @property
+    def state(self) -> list[Any]:
+        """The arrays of all layers that hold something."""
+        return [cache.state for cache in self.layers if not cache.empty()]
+
+    def set_aside(self) -> dict[int, Any]:
+        """The layers that cannot be trimmed, as they are now.
+
+        A deep copy makes new array objects over the same data. A bare reference would not do: mlx-lm's windows
+        assign into their arrays, and every name of the same object sees it.
+        """
+        return {i: copy.deepcopy(self.layers[i]) for i in self._restored}
+
+    def commit(self, tokens: mx.array) -> None:
+        """Append committed ``tokens [1, S]``: what the last draft fed of them stays fed, the others wait."""
+        tokens = tokens.astype(mx.int32)
+        kept = self.forget_draft(tokens)
+        self.waiting = mx.concatenate([self.waiting, tokens[:, kept:]], axis=1)
+        self.offset += tokens.shape[1]
+
+    def forget_draft(self, committed: mx.array) -> int:
+        """Take the last draft out of the layers, but for what ``committed [1, S]`` begins with; how many that are."""
+        draft, self.draft = self.draft, None
+        if draft is None:
+            return 0
+        kept = agreeing(_ids(draft.anchor) + _ids(draft.tokens)[:-1], _ids(committed))
+        if self._restored:
+            kept = min(kept, 1)
+            for i, cache in (draft.after_anchor if kept else draft.before).items():
+                self.layers[i] = cache
+            if not kept:
+                self.waiting = draft.waiting
+        if self._trimmed:
+            self._trimmed.rewind(self.offset + kept - self.waiting.shape[1])
+        return kept
+
+
+class AutoregressiveDrafter:
+    """Follows :class:`~dflash.drafters.protocol.Drafter`; drafts greedily, with a model of the target's vocabulary.
+
+    Args:
+        model: The draft model with its tokenizer, as :func:`dflash.load_target` returns it.
+        block_size: Most positions per block, the anchor included; each draft costs one pass of ``model``.
+
+    Past the longest sequence that ``model`` was made for it proposes nothing, and the target writes plainly.
+    """
+
+    target_layer_ids: tuple[int, ...] = ()
+
+    def __init__(self, model: LoadedTargetModel, block_size: int = BLOCK_SIZE):
+        self.model, self.block_size = model, block_size
+        self.vocab_size = model.vocab_size
+
+    def bind(self, target: LoadedTargetModel) -> None:
+        """Compare the vocabularies and special tokens.
+
+        Raises :class:`~dflash.errors.IncompatibleModelsError`, naming the first token that means another text to the
+        draft model, or that it has no embedding for. Where the models only end an answer by different tokens, or the
+        draft model does not know a token's text, drafts are worse near it; that is a warning.
+        """
+        if difference := vocabulary_difference(self.model, target):
+            raise IncompatibleModelsError(
+                f"This draft model does not fit the target: {difference}. Use a model of the target's own family."
+            )
+        for difference in special_token_differences(self.model, target):
+            logger.warning(
+                "The draft model fits the target, but %s; drafts near this token may be rejected.", difference
+            )
+        self.vocab_size = target.vocab_size
+
+    def make_cache(self) -> DraftCache:
+        """New, empty caches of the draft model."""
+        return DraftCache(self.model.make_cache())
+
+    def extend_context(self, features: mx.array, cache: DraftCache, tokens: mx.array) -> None:
+        """Append committed ``tokens [1, S]``; ``features [1, S, 0]`` are not read.
+
+        A block's tokens wait for the next anchor; a prompt is fed at once.
+        """
+        cache.commit(tokens)
+        if cache.waiting.shape[1] > self.block_size:
+            self.settle(cache)
+
+    def propose(self, anchor: mx.array, length: int, cache: DraftCache) -> Proposal:
+        """Write ``length`` tokens after ``anchor [1, 1]``, with their logits ``[1, L, V]``.
+
+        One lazy graph: each step is handed to the device as soon as it is built, and nothing waits for it.
+        """
+        cache.forget_draft(anchor[:, :0])
+        length = min(length, self._room(cache))
+        if length < 1:
+            return Proposal(mx.zeros((1, 0), mx.int32))
+        anchor = anchor.astype(mx.int32)
+        waiting, before = cache.waiting, cache.set_aside()
+        logits = [self._feed(mx.concatenate([waiting, anchor], axis=1), cache)]
+        after_anchor = cache.set_aside()
+        tokens = [_best(logits[0])]
+        while len(tokens) < length:
+            logits.append(self._feed(tokens[-1], cache))
+            tokens.append(_best(logits[-1]))
+        cache.waiting = waiting[:, :0]
+        proposed = mx.concatenate(tokens, axis=1)
+        cache.draft = Draft(waiting, anchor, proposed, before, after_anchor)
+        return Proposal(proposed, mx.concatenate(logits, axis=1))
+
+    def settle(self, cache: DraftCache) -> None:
+        """Feed the tokens that wait, so that the layers hold exactly the context."""
+        cache.forget_draft(cache.waiting[:, :0])
+        if cache.waiting.shape[1] and self._room(cache) >= 0:
+            self._feed(cache.waiting, cache)
+        cache.waiting = cache.waiting[:, :0]
+
+    def _room(self, cache: DraftCache) -> int:
+        """Tokens that still fit after the context."""
+        longest = self.model.max_length
+        return self.block_size if longest is None else longest - cache.offset
+
+    def _feed(self, tokens: mx.array, cache: DraftCache) -> mx.array:
+        """Logits ``[1, 1, V]`` after ``tokens [1, S]``, over the target's ids: others are cut, unknown ones -inf."""
+        own = self.model.vocab_size
+        if own < self.vocab_size:  # rows that pad the target's table; none may be read past the end of this one
+            tokens = mx.minimum(tokens, own - 1)
+        hidden, _ = self.model.forward_hidden(tokens, cache.layers, ())
+        logits = self.model.head(hidden[:, -1:])[..., : self.vocab_size]
+        missing = self.vocab_size - logits.shape[-1]
+        return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits
+
+
+def is_draft_model_compatible(model: LoadedTargetModel, target: LoadedTargetModel) -> bool:
+    """Whether ``model`` can draft for ``target``: every token of the target has the same text and id there."""
+    return vocabulary_difference(model, target) is None
+
+
+def vocabulary_difference(model: LoadedTargetModel, target: LoadedTargetModel) -> str | None:
+    """The first token of the target that is another one in the draft model, as a clause; ``None`` if there is none.
+
+    Without both tokenizers only the sizes of the vocabularies can be compared, and must be equal.
+    """
+    if model.tokenizer is None or target.tokenizer is None:
+        if model.vocab_size == target.vocab_size:
+            return None
+        return f"its vocabulary has {model.vocab_size} tokens, the target's has {target.vocab_size}"
+    own = _texts(model.tokenizer)
+    for token, text in _texts(target.tokenizer).items():
+        if own.get(token, text) != text:
+            return f"token {token} is {own[token]!r} in its vocabulary and {text!r} in the target's"
+        if token >= model.vocab_size:
+            return f"the target's token {token}, {text!r}, is past the {model.vocab_size} tokens of its embedding table"
+    return None
+
+
+def special_token_differences(model: LoadedTargetModel, target: LoadedTargetModel) -> list[str]:
+    """What differs between tokenizers of one vocabulary: tokens without a text, the first and the last token."""
+    if model.tokenizer is None or target.tokenizer is None:
+        return []
+    own, theirs = _texts(model.tokenizer), _texts(target.tokenizer)
+    found = [
+        f"its tokenizer does not know the target's token {i}, {text!r}" for i, text in theirs.items() if i not in own
+    ]
+    for name in ("bos_token", "eos_token"):
+        ours, wanted = (getattr(m.tokenizer, name, None) for m in (model, target))
+        if ours != wanted:
+            found.append(f"its {name} is {ours!r} and the target's is {wanted!r}")
+    return found[:3]
+
+
+def agreeing(fed: list[int], committed: list[int]) -> int:
+    """Leading tokens that two lists have in common."""
+    pairs = zip(fed, committed, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(fed), len(committed)))
+
+
+def _best(logits: mx.array) -> mx.array:
+    token = mx.argmax(logits, axis=-1).astype(mx.int32)
+    mx.async_eval(token)
+    return token
+
+
+def _can_be_trimmed(cache: Any) -> bool:
+    return all(type(member) in TRIMMED for member in (cache.caches if isinstance(cache, CacheList) else [cache]))
+
+
+def _ids(tokens: mx.array) -> list[int]:
+    return cast(list[int], tokens.reshape(-1).tolist())
+
+
+def _texts(tokenizer: Any) -> dict[int, str]:
+    return dict(sorted((token, text) for text, token in tokenizer.get_vocab().items()))

@@ -9,6 +9,7 @@ After an interruption the same command does what is left.
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,11 +142,11 @@ def small_target(settings: SmallTargetSettings) -> None:
         target_stage(settings, tokenizer_stage(settings))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the recipe that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("recipe", type=Path, help="a YAML file, such as configs/pair-target.yaml")
-    recipe = parser.parse_args().recipe
+    recipe = parser.parse_args(arguments).recipe
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
         small_target(load_settings(SmallTargetSettings, recipe))

@@ -5,12 +5,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash import load_target
-from dflash.adapters import find_adapter
 from dflash.training.loop.fit import FitSettings
 from dflash.training.settings import SettingsError
-from dflash.training.toy.quick_forward import FAMILIES, hidden_states
+from dflash.training.toy.quick_forward import FAMILIES
 from dflash.training.toy.target import (
     TargetSettings,
     answer_loss,
@@ -40,19 +38,12 @@ TEXTS = ["def f(x):\n    return [x, 12, 345]\n", "How many? Answer: 27", "  naï
 
 
 def mask(length, *spans):
-    """A response mask ``[1, length]`` that is true on the half-open ``spans``."""
+    """A loss mask ``[1, length]`` that is true on the half-open ``spans``."""
     return np.array([[any(a <= i < b for a, b in spans) for i in range(length)]])
 
 
 def tiny_target(family: str = "qwen3") -> nn.Module:
     return build_target(TargetSettings(CONFIGS[family], FitSettings(1), 1), 40, 3)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_forward_equals_mlx_lm(family):
-    model = tiny_target(family)
-    tokens = mx.random.randint(0, 40, (3, 17))
-    assert mx.abs(hidden_states(find_adapter(model), tokens) - model.model(tokens)).max() < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,11 +58,11 @@ def test_a_saved_target_loads_as_the_same_model(family, tmp_path):
 
 def test_answer_loss_is_the_mean_over_answer_tokens():
     model = tiny_target()
-    tokens, response = mx.random.randint(0, 40, (2, 9)), np.concatenate([mask(9, (3, 9)), mask(9, (5, 7))])
+    tokens, loss_mask = mx.random.randint(0, 40, (2, 9)), np.concatenate([mask(9, (3, 9)), mask(9, (5, 7))])
     losses = nn.losses.cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
     expected = mx.concatenate([losses[0, 2:8], losses[1, 4:6]]).mean()
-    places = mx.array(answer_positions(response))
-    assert answer_loss(model, tokens, places).item() == pytest.approx(expected.item(), rel=1e-4)
+    positions = mx.array(answer_positions(loss_mask))
+    assert answer_loss(model, tokens, positions).item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,8 @@
 Knows token ids and caches. Must not know text, chat templates, any architecture, or how drafts are made.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ from .drafters.checks import check_drafted, proposed_tokens
 from .drafters.protocol import Drafter, Proposal
 from .errors import GenerationError
 from .sampling import LogitsProcessor, Sampler, process_logits
-from .target import LoadedTargetModel
+from .target import LoadedTargetModel, TargetCache
 from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, sample_target, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
@@ -57,17 +56,18 @@ def prefill(
     prompt: list[int],
     sampler: Sampler,
     step_size: int = PREFILL_STEP_SIZE,
-    cache_options: Mapping[str, Any] = MappingProxyType({}),
+    target_cache: TargetCache | None = None,
     processors: Sequence[LogitsProcessor] = (),
 ) -> DecodeState:
-    """Feed the prompt and commit the target's first token.
+    """Feed the prompt, into ``target_cache`` or a new one, and commit the target's first token.
 
     Each chunk's features go straight into the drafter's cache and are dropped, and the head runs on the
     last position only, so memory grows with neither ``features x prompt`` nor ``vocabulary x prompt``.
 
     Raises :class:`~dflash.errors.GenerationError` if the target's logits are not a number.
     """
-    state = DecodeState(list(prompt), target.make_cache(**cache_options), drafter.make_cache())
+    target_cache = target.make_cache() if target_cache is None else target_cache
+    state = DecodeState(list(prompt), target_cache, drafter.make_cache())
     tokens = mx.array([prompt])
     for start in range(0, len(prompt), step_size):
         chunk = tokens[:, start : start + step_size]
@@ -79,7 +79,7 @@ def prefill(
         mx.clear_cache()
     logits_LV = process_logits(processors, tokens[0], target.head(last)[0])
     first = token_ids(sample_target(logits_LV, sampler))
-    _check_chosen(target, first)
+    _check_committed(target, first)
     state.tokens += first
     return state
 
@@ -119,7 +119,7 @@ def decode_block(
     drafted = token_ids(proposal.tokens[0])
     check_drafted(drafter, drafted, target.vocab_size)
     _check_verified(verify, verified, drafted)
-    _check_chosen(target, verified.tokens)
+    _check_committed(target, verified.tokens)
     committed = len(verified.tokens)
     target.rewind_kv_caches(state.target_cache, len(state.tokens) - 1 + committed)
     drafter.extend_context(features[:, :committed], state.draft_cache, inputs[:, :committed])
@@ -152,7 +152,7 @@ def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int]) 
         )
 
 
-def _check_chosen(target: LoadedTargetModel, tokens: list[int]) -> None:
+def _check_committed(target: LoadedTargetModel, tokens: list[int]) -> None:
     if NO_TOKEN in tokens:
         raise GenerationError(
             "The target's logits are not a number (NaN): its weights are damaged, or they overflow in their type. "

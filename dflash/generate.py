@@ -23,7 +23,7 @@ from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
 from .errors import DFlashError, GenerationError, IncompatibleModelsError
 from .request import DecodeOptions, Prompt, decode_options, prompt_tokens, require_count, token_row
-from .target import LoadedTargetModel, load_target
+from .target import LoadedTargetModel, TargetCache, load_target
 from .text import TextStream
 
 PAIR = Path(__file__).parent / "pair"
@@ -252,10 +252,12 @@ class DFlashSpeculativeDecoder:
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise GenerationError(f"The prompt holds token ids outside 0 to {vocab_size - 1}.")
         max_tokens = options.token_limit(len(prompt), self.max_seq_length)
-        self.loaded_target.make_cache(**options.cache_options)  # refuses options that do not fit the model
-        return self._decode(prompt, max_tokens, options)
+        cache = self.loaded_target.make_cache(**options.cache_options)  # refuses options that do not fit the model
+        return self._decode(prompt, max_tokens, options, cache)
 
-    def _decode(self, prompt: list[int], max_tokens: int, options: DecodeOptions) -> Iterator["_Step"]:
+    def _decode(
+        self, prompt: list[int], max_tokens: int, options: DecodeOptions, cache: TargetCache
+    ) -> Iterator["_Step"]:
         if max_tokens == 0:
             return
         if options.seed is not None:
@@ -264,9 +266,7 @@ class DFlashSpeculativeDecoder:
         sampler, processors, verify = options.build_sampler(), options.build_processors(), options.verify_rule()
         stops = target.stop_token_ids() if options.stop_token_ids is None else frozenset(options.stop_token_ids)
         with wired_limit(self.target_model):  # on Metal, keeps the weights resident; elsewhere nothing
-            state = prefill(
-                target, drafter, prompt, sampler, options.prefill_step_size, options.cache_options, processors
-            )
+            state = prefill(target, drafter, prompt, sampler, options.prefill_step_size, cache, processors)
             blocks = decode(target, drafter, state, max_tokens, self.block_size, sampler, verify, processors)
             for block in chain([_first_block(state)], blocks):
                 tokens = _through_stop(block.tokens, stops)
@@ -318,7 +318,7 @@ class _Step:
 
 
 def _first_block(state: DecodeState) -> Block:
-    """The prompt's own pass seen as a block that drafted nothing."""
+    """The prompt's own pass as a block without drafts."""
     return Block(drafted=[], tokens=state.tokens[state.prompt_length :], accepted=0)
 
 

@@ -77,7 +77,7 @@ def _decoding(trial: Trial) -> None:
     greedy = make_sampler(temp=0.0)
     for right in (0.0, 0.8, 1.0):
         drafter: Drafter = ScriptedDrafter(prompt + text, target.vocab_size, right)
-        state = prefill(target, drafter, prompt, greedy, cache_options=trial.cache_options)
+        state = prefill(target, drafter, prompt, greedy, target_cache=target.make_cache(**trial.cache_options))
         for _ in decode(target, drafter, state, DECODED, BLOCK, greedy):
             pass
         for i, (ours, plain, lead) in enumerate(zip(state.tokens[len(prompt) :], text, leads, strict=True)):

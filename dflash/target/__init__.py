@@ -2,5 +2,6 @@
 
 from .load import load_target, load_target_model
 from .model import LoadedTargetModel
+from .rewind import TargetCache
 
-__all__ = ["LoadedTargetModel", "load_target", "load_target_model"]
+__all__ = ["LoadedTargetModel", "TargetCache", "load_target", "load_target_model"]

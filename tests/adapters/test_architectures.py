@@ -113,7 +113,7 @@ def assert_identical(kind: str, count: int, right: float) -> None:
     assert lead > NEAR_TIE
     drafter = ScriptedDrafter(prompt + text, target.vocab_size, right)
     greedy = make_sampler(temp=0.0)
-    state = prefill(target, drafter, prompt, greedy, cache_options=options)
+    state = prefill(target, drafter, prompt, greedy, target_cache=target.make_cache(**options))
     assert any(kind in name for name, _ in describe_all(state.target_cache))
     accepted = [len(block.tokens) for block in decode(target, drafter, state, count, 16, greedy)]
     assert state.tokens == prompt + text

@@ -17,16 +17,17 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
 
 from dflash import LoadedTargetModel
-from dflash.errors import CheckpointError, DataError
+from dflash.errors import CheckpointError, DataError, one_line
 from dflash.files import atomic_write, read_json, remove_unfinished, write_json
+from dflash.progress import progress
 
 from .batches import Batches, Blocks, trainable
 from .data.dataset import MANIFEST, dataset_fingerprint, read_manifest, shard_sizes
@@ -45,7 +46,7 @@ _DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 def describe(
     data: DataSettings, sequences: Sequences, target: LoadedTargetModel, layer_ids: Sequence[int], with_hidden: bool
 ) -> dict[str, Any]:
-    """What a cache must be of to serve this dataset, opened for this target, and these layers."""
+    """What a cache must hold to serve this dataset, opened for this target, and these layers."""
     hidden, features = target.forward_hidden(mx.zeros((1, 1), mx.int32), None, layer_ids)  # never computed
     arrays = {"features": features, "hidden": hidden} if with_hidden else {"features": features}
     names = {dtype: name for name, dtype in _DTYPES.items()}
@@ -66,7 +67,7 @@ def describe(
 def write_features(
     folder: Path, data: DataSettings, sequences: Sequences, target: LoadedTargetModel, wanted: dict[str, Any]
 ) -> None:
-    """Compute what ``wanted`` (of :func:`describe`) says, or what a killed process left of it, into ``folder``.
+    """Compute what ``wanted`` (of :func:`describe`) says into ``folder``, or what a killed process left to do.
 
     The size is logged before it starts. Raises :class:`~dflash.errors.DataError` if ``folder`` holds other
     features or the disk has not enough room, and ``OSError`` if it cannot be written to.
@@ -75,7 +76,7 @@ def write_features(
     if (folder / MANIFEST).exists():
         manifest = _read_manifest(folder, wanted)
     elif any(folder.glob("*.safetensors")):
-        raise DataError(f"{folder} holds files but no {MANIFEST}; set data.cached_features to an empty folder.")
+        raise DataError(f"{folder} holds files but no {MANIFEST}. Set data.cached_features to an empty folder.")
     else:
         manifest = wanted | {"shards": shard_sizes(data.folder, "train")}
 
@@ -93,16 +94,16 @@ def write_features(
     _require_room(folder, int(kept.lengths.sum()), tokens, arrays)
     write_json(folder / MANIFEST, manifest)
     begin = time.perf_counter()
-    with tqdm(total=tokens, unit="token", unit_scale=True, disable=None, desc=folder.name) as bar:
-        for path, rows in missing:
-            plan = [rows[batch] for batch in plan_batches(kept.lengths[rows], data.batch_tokens, seed=0)]
-            header = {
-                f"{numbers[row]}.{name}": (array["dtype"], (int(kept.lengths[row]), array["width"]))
-                for batch in plan
-                for row in batch
-                for name, array in arrays.items()
-            }
-            _stream_safetensors(path, header, _computed(target, kept, plan, manifest, bar))
+    plans = [[rows[b] for b in plan_batches(kept.lengths[rows], data.batch_tokens, seed=0)] for _, rows in missing]
+    batches = progress(chain.from_iterable(plans), f"features in {folder.name}", sum(map(len, plans)))
+    for (path, _), plan in zip(missing, plans, strict=True):
+        header = {
+            f"{numbers[row]}.{name}": (array["dtype"], (int(kept.lengths[row]), array["width"]))
+            for batch in plan
+            for row in batch
+            for name, array in arrays.items()
+        }
+        _stream_safetensors(path, header, _computed(target, kept, islice(batches, len(plan)), manifest))
     if tokens:
         rate = tokens / (time.perf_counter() - begin)
         speed = rate * _bytes_per_token(arrays) / 1e6
@@ -110,7 +111,7 @@ def write_features(
 
 
 def _computed(
-    target: LoadedTargetModel, sequences: Sequences, plan: list[Ints], manifest: dict[str, Any], bar: tqdm
+    target: LoadedTargetModel, sequences: Sequences, plan: Iterable[Ints], manifest: dict[str, Any]
 ) -> Iterator[mx.array]:
     """What the target makes of each sequence of ``plan``, in order, each of its arrays ``[L, ..]``."""
     starts = sequences.starts
@@ -121,11 +122,10 @@ def _computed(
         mx.eval(arrays)
         for i, length in enumerate(sequences.lengths[rows].tolist()):
             yield from (array[i, :length] for array in arrays)
-            bar.update(length)
 
 
 def _require_room(folder: Path, tokens: int, missing: int, arrays: dict[str, Any]) -> None:
-    """State the size, and raise :class:`~dflash.errors.DataError` unless what is missing has room."""
+    """Log the size, and raise :class:`~dflash.errors.DataError` unless what is missing has room."""
     each, free = _bytes_per_token(arrays), shutil.disk_usage(folder).free
     values = " and ".join(f"{array['width']} {array['dtype']} {name}" for name, array in arrays.items())
     logger.info(
@@ -134,8 +134,8 @@ def _require_room(folder: Path, tokens: int, missing: int, arrays: dict[str, Any
     )
     if missing * each > free:
         raise DataError(
-            f"The features need {missing * each / 1e9:.3f} GB more in {folder}, where {free / 1e9:.3f} GB are free; "
-            "make room, set another data.cached_features, or train without it."
+            f"The features need {missing * each / 1e9:.3f} GB more in {folder}, where {free / 1e9:.3f} GB are free. "
+            "Free that much, set data.cached_features to another disk, or train without it."
         )
 
 
@@ -170,13 +170,13 @@ def _stream_safetensors(path: Path, header: dict[str, tuple[str, tuple[int, int]
 def require_features(folder: Path) -> None:
     """Raise :class:`~dflash.errors.DataError` if ``folder`` holds no cache, finished or not."""
     if not (folder / MANIFEST).exists():
-        raise DataError(f"{folder} holds no features; give 'dflash cache-features' with this recipe first.")
+        raise DataError(f"{folder} holds no features. Run 'dflash cache-features' with this recipe first.")
 
 
 class CachedFeatures:
     """The finished cache in ``folder``; of its arrays those that ``wanted`` (of :func:`describe`) has.
 
-    Raises :class:`~dflash.errors.DataError` if it is of something else, unfinished or not there.
+    Raises :class:`~dflash.errors.DataError` if it holds other features, is unfinished or is not there.
     """
 
     def __init__(self, folder: Path, wanted: dict[str, Any]):
@@ -185,7 +185,7 @@ class CachedFeatures:
         self.folder, self.names = folder, list(wanted["arrays"])
         self._ends = np.cumsum(manifest["shards"])
         if not all(_path(folder, i).exists() for i in range(len(self._ends))):
-            raise DataError(f"The features in {folder} are not finished; give 'dflash cache-features' again.")
+            raise DataError(f"The features in {folder} are not finished. Run 'dflash cache-features' again.")
 
     def read(self, numbers: Ints) -> list[mx.array]:
         """Each array ``[N, S, ..]`` of the sequences ``numbers``, with zeros after the shorter ones.
@@ -203,10 +203,10 @@ class CachedFeatures:
                 batch.append(mx.stack([mx.pad(row, [(0, longest - len(row)), (0, 0)]) for row in rows]))
             mx.eval(batch)
         except (RuntimeError, KeyError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise DataError(
-                f"A file of features in {self.folder} is damaged: {reason}; remove it and give "
-                "'dflash cache-features' again."
+                f"A file of features in {self.folder} is damaged: {reason}. "
+                "Remove it and run 'dflash cache-features' again."
             ) from error
         return batch
 
@@ -246,7 +246,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _read_manifest(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a cache that holds what is ``wanted``, and maybe more: longer sequences, hidden states."""
+    """The manifest of a cache that holds what is ``wanted``; longer sequences and hidden states may be there too."""
     try:
         there = read_json(folder / MANIFEST)
     except CheckpointError as error:
@@ -258,7 +258,7 @@ def _read_manifest(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     for key, value in wanted.items():
         if found.get(key) != value:
             raise DataError(
-                f"The features in {folder} have {key} {there.get(key)!r}, this recipe needs {value!r}; "
-                "set another data.cached_features, or remove that folder."
+                f"The features in {folder} have {key} {there.get(key)!r}, this recipe needs {value!r}. "
+                "Set data.cached_features to another folder, or remove that one."
             )
     return there

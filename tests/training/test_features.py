@@ -13,11 +13,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from support.cli import invoke
 from support.conversations import save_dataset
 from support.runs import write_dataset, write_recipe, write_target
-from typer.testing import CliRunner
 
-from dflash import LoadedTargetModel, cli
+from dflash import LoadedTargetModel
 from dflash.adapters.conformance import small_models as small
 from dflash.errors import DataError
 from dflash.files import write_json
@@ -188,7 +188,7 @@ def test_the_size_is_stated_before_it_starts_and_a_disk_without_room_is_refused(
     assert f"{tokens} tokens x 128 F32 features and 64 F32 hidden = {stated / 1e9:.3f} GB" in caplog.text
     shutil.rmtree(it.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=stated - 1))
-    with pytest.raises(DataError, match=r"need .* GB more in .* make room"):
+    with pytest.raises(DataError, match=r"need .* GB more in .* Free that much"):
         it.write()
     assert not files(it.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=stated))
@@ -267,10 +267,10 @@ def test_a_damaged_or_missing_cache_is_one_line(tmp_path):
     it = made(tmp_path)
     path = it.folder / "000000.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"damaged.*give 'dflash cache-features' again") as error:
+    with pytest.raises(DataError, match=r"damaged.*run 'dflash cache-features' again") as error:
         fc.CachedFeatures(it.folder, it.wanted).read(it.batches.numbers[:1])
     assert "\n" not in str(error.value)
-    with pytest.raises(DataError, match="give 'dflash cache-features' with this recipe first"):
+    with pytest.raises(DataError, match="Run 'dflash cache-features' with this recipe first"):
         fc.CachedFeatures(tmp_path / "nothing", it.wanted)
     (it.folder / shards.MANIFEST).write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
@@ -278,10 +278,6 @@ def test_a_damaged_or_missing_cache_is_one_line(tmp_path):
 
 
 # --- the commands ---------------------------------------------------------------------------------------
-
-
-def invoke(*args: object):
-    return CliRunner().invoke(cli.app, [str(a) for a in args])
 
 
 def test_the_command_makes_features_that_train_reads_without_running_the_target(tmp_path, monkeypatch):
@@ -293,7 +289,7 @@ def test_the_command_makes_features_that_train_reads_without_running_the_target(
     assert "set data.cached_features to a folder" in answer.stderr
     answer = invoke("train", recipe, *cached)
     assert answer.exit_code == 1
-    assert "give 'dflash cache-features' with this recipe first" in answer.stderr.splitlines()[-1]
+    assert "Run 'dflash cache-features' with this recipe first" in answer.stderr.splitlines()[-1]
 
     assert invoke("train", recipe).exit_code == 0
     expected = mx.load(str(tmp_path / "run" / "drafter" / "model.safetensors"))

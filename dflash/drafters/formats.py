@@ -24,7 +24,6 @@ DEFAULT_THETA = 10_000.0  # where a config gives none; transformers' own default
 Values = dict[str, Any]
 
 _WRAPPED = ("text_config", "transformer_layer_config")  # multimodal wrappers; vLLM's speculators
-_OUTER = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 _ANCHOR_DRAFTS = ("Qwen3DSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel")
 """Architectures in which the anchor's own position predicts the first draft."""
 _WHOLE = (
@@ -57,11 +56,12 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
         refuse_key(name, value)
 
     _taps(values)
-    _anchor(values, inner, architectures, speculators or {}, [str(a).lower() for a in algorithms])
+    _anchor(values, architectures, speculators or {}, [str(a).lower() for a in algorithms])
     _causality(values, config, inner)
     _width(values)
     _rope(values)
     _rope_style(values)
+    values = {name: _whole(name, value) for name, value in values.items()}
     _layers(values)
     if isinstance(values.get("final_logit_softcapping"), int | float) and values["final_logit_softcapping"] <= 0:
         values["final_logit_softcapping"] = None  # off, as published
@@ -70,16 +70,18 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
 
     _refuse_unknown_inside(inner, known)
     _pass_over(values, known)
-    return {name: _whole(name, value) for name, value in values.items() if name in known and value is not None}
+    return {name: value for name, value in values.items() if name in known and value is not None}
 
 
 def _unwrapped(config: Mapping[str, Any]) -> tuple[Values, Values]:
-    """All values on one level, and those of ``dflash_config``, which come before all others."""
+    """All values on one level, and those of ``dflash_config``, which come before all others.
+
+    The top level comes before what is wrapped: trainers write the drafter's own sizes there, beside the target's.
+    """
     values = {name: value for name, value in config.items() if name not in (*_WRAPPED, "dflash_config")}
     for name in _WRAPPED:
         for key, value in _object(config, name).items():
-            outside_wins = key in _OUTER and values.get(key) is not None
-            if value is not None and not outside_wins:
+            if values.get(key) is None:
                 values[key] = value
     inner = dict(_object(values | dict(config), "dflash_config"))
     values.pop("dflash_config", None)
@@ -104,9 +106,7 @@ def _taps(values: Values) -> None:
         values["target_layer_ids"] = [i - 1 for i in ids]
 
 
-def _anchor(
-    values: Values, inner: Values, architectures: list[str], speculators: Mapping[str, Any], algorithms: list[str]
-) -> None:
+def _anchor(values: Values, architectures: list[str], speculators: Mapping[str, Any], algorithms: list[str]) -> None:
     """Whether the anchor's position predicts the first draft: explicit, or by packaging."""
     if "dspark" in algorithms or "dflash" in algorithms:  # vLLM's speculators
         values.setdefault("block_size", 8)
@@ -192,6 +192,14 @@ def _layers(values: Values) -> None:
         first = values.get("max_window_layers")
         first = 28 if first is None else first  # transformers' default for Qwen3
         values["layer_types"] = [SLIDING if i >= first else FULL for i in range(layers)]
+    types = values.get("layer_types")
+    if (
+        isinstance(types, list)
+        and isinstance(layers, int)
+        and len(types) > layers > 0
+        and len(set(map(str, types))) == 1
+    ):
+        values["layer_types"] = types[:layers]  # one type for all: a copy of the target's list
 
 
 def _refuse_unknown_inside(inner: Values, known: Collection[str]) -> None:
@@ -203,7 +211,8 @@ def _refuse_unknown_inside(inner: Values, known: Collection[str]) -> None:
     for name, value in inner.items():
         if name in known or name in translated or is_off(value) or is_supported_value(name, value):
             continue
-        if not _NOTES.fullmatch(name):
+        note = _NOTES.fullmatch(name) or (name == "mask_token" and isinstance(value, str))
+        if not note:
             raise CheckpointError(f"dflash_config: unknown key {name!r}{_nearest(name, known) or '.'}")
 
 
@@ -239,6 +248,6 @@ def _names(value: Any) -> list[str]:
 
 def _whole(name: str, value: Any) -> Any:
     """Whole numbers that were written with a decimal point."""
-    if name in _WHOLE and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    if name == "target_layer_ids" and isinstance(value, list):
+        return [_whole("block_size", one) for one in value]
+    return int(value) if name in _WHOLE and isinstance(value, float) and value.is_integer() else value

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 """MLX's modes, each with its usual group size and bits (those of all but ``affine`` are fixed)."""
 
-_PREFIX = re.compile(r"^(model|module|draft_model|drafter)\.")
+_PREFIX = re.compile(r"^((model|module|_orig_mod|draft|draft_model|drafter)\.)+")
 _DESCRIPTION = ("group_size", "bits", "mode")
 _SUFFIX = ".scales"
 
@@ -37,10 +37,10 @@ def quantize_like(model: nn.Module, config: Mapping[str, Any], weights: Collecti
     name of a layer what differs for it. Layers without scales stay as they are. Raises
     :class:`~dflash.errors.CheckpointError` for another library's quantisation, a missing description or a bad one.
     """
-    described = _description(config)
     scaled = {name.removesuffix(_SUFFIX) for name in weights if name.endswith(_SUFFIX)}
     if not scaled:
         return
+    described = _description(config)
     if not described:
         raise CheckpointError(
             f"The weights are quantised ({min(scaled)}{_SUFFIX}), but config.json holds no quantization with "

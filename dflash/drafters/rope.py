@@ -212,5 +212,6 @@ _RECIPES: dict[str, Callable[[int, Parameters, int, bool], nn.Module]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "su": _longrope,  # its first name
     "proportional": _proportional,
 }

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 Weights = dict[str, mx.array]
 
-_PREFIXES = re.compile(r"^((model|module|_orig_mod|draft_model|drafter)\.)+")
+_PREFIXES = re.compile(r"^((model|module|_orig_mod|draft|draft_model|drafter)\.)+")
 _RENAMED = (
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^encoder\.fc\."), "fc."),

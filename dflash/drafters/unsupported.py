@@ -24,6 +24,8 @@ _SCALE = "a factor of the target's own arithmetic, which drafters of this format
 _WIDTH = "a drafter of another width than its target"
 _SWA = "a sliding window for all layers by one switch; name sliding layers in layer_types instead"
 
+_INTERLEAVED = "rotary positions of neighbouring pairs; published drafters say so by rope_is_neox_style false"
+
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "default")
 
 _KEYS: dict[str, str] = {
@@ -37,13 +39,13 @@ _KEYS: dict[str, str] = {
     "attention_sinks": _SINKS, "use_attention_sinks": _SINKS, "use_sinks": _SINKS,
     "aux_hidden_norms": _NORMS, "use_aux_hidden_norms": _NORMS, "fc_norm": _NORMS, "use_fc_norm": _NORMS,
     "norm_before_fc": _NORMS,
-    "g_proj": "a gate on the attention's output, as in Laguna", "attn_output_gate": "a gate on the attention's output",
+    "g_proj": "a gate on the attention's output, as in Laguna",
     "dflash_context_residual": "a residual from the last context token",
     "dflash_block_position_embedding": "learned embeddings of block positions",
     "dflash_gated_layer_fusion": "a gated mix of the target's layers",
     "draft_shift": "drafts read one position earlier in the block, as in JetSpec",
     "mask_embedding": _MASK, "use_mask_embedding": _MASK, "separate_mask_embedding": _MASK,
-    "use_swa": _SWA, "mlp_bias": "biases in the MLP",
+    "use_swa": _SWA, "rope_interleave": _INTERLEAVED, "rope_interleaved": _INTERLEAVED, "mlp_bias": "biases in the MLP",
     "attn_logit_softcapping": "soft-capped attention scores", "log_snr_conditioning": "conditioning on a noise level",
 }  # fmt: skip
 

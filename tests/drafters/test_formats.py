@@ -130,6 +130,11 @@ SAME = {
         {"text_config": {k: v for k, v in c.items() if k != "dflash_config"}, "dflash_config": c["dflash_config"]}, w
     ),
     "grouped attention named": lambda c, w: (inside(c, attention_mode="gqa", projector_type="dflash"), w),
+    "the mask token's text": lambda c, w: (inside(c, mask_token="<|MASK|>"), w),
+    "the target's quantisation": lambda c, w: (c | {"quantization_config": {"quant_method": "fp8"}}, w),
+    "the target's list of layers": lambda c, w: (c | {"layer_types": [FULL] * 36}, w),
+    "the target's text config": lambda c, w: (c | {"text_config": {"hidden_size": 99, "num_hidden_layers": 36}}, w),
+    "layer ids with a point": lambda c, w: (inside(c, target_layer_ids=[0.0, 1.0, 3.0]), w),
     "prefix model.": lambda c, w: (c, renamed(w, lambda n: f"model.{n}")),
     "prefix of two wrappers": lambda c, w: (c, renamed(w, lambda n: f"module.model.{n}")),
     "prefix on some": lambda c, w: (c, renamed(w, lambda n: f"model.{n}" if n.startswith("layers") else n)),
@@ -390,7 +395,11 @@ REFUSED = {
     "layers without rope": ({"rope_parameters": {FULL: None}}, {}, {}, ["full_attention", "rotary"]),
     "embeddings as features": ({"aux_hidden_state_layer_ids": [0, 2]}, {"target_layer_ids": None}, {}, ["embeddings"]),
     "reduced without its size": ({}, {}, {"d2t": 5}, ["d2t", "draft_vocab_size"]),
-    "another library's quantisation": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, {}, ["'awq'"]),
+    "another library's quantisation": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4}}, {}, {"fc.qweight": 1, "fc.scales": 1}, ["'awq'"]
+    ),
+    "packed by another library": ({}, {}, {"fc.weight_packed": 1}, ["fc.weight_packed", "not MLX's"]),
+    "interleaved rope": ({"rope_interleave": True}, {}, {}, ["rope_interleave", "rope_is_neox_style"]),
     "scales without description": ({}, {}, {"fc.scales": 1}, ["fc.scales", "quantization"]),
     "NaN": ({}, {}, {"fc.weight": "nan"}, ["fc.weight", "NaN"]),
     "whole numbers": ({}, {}, {"fc.weight": "int"}, ["fc.weight", "int32", "floating-point"]),

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def anchor_counts(sequences: Sequences) -> Ints:
-    """How many anchors each sequence offers: response tokens whose next token is in the response too."""
+    """How many anchors ``[N]`` each sequence offers: response tokens whose next token is in the response too."""
     pairs = sequences.loss_mask.copy()
     pairs[:-1] &= sequences.loss_mask[1:]
     pairs[np.cumsum(sequences.lengths) - 1] = False  # the next token belongs to another sequence
@@ -26,13 +26,13 @@ def anchor_counts(sequences: Sequences) -> Ints:
 
 
 def trainable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
-    """The sequences that can be trained on, and their numbers before the others were left out.
+    """The sequences that can be trained on, and their numbers among all.
 
-    Left out, with a logged count, are those of more than ``max_length`` tokens and those without an anchor.
+    Those of more than ``max_length`` tokens and those without an anchor are left out, with a logged count.
     Raises :class:`~dflash.errors.TrainingError` if none is left.
     """
     if not len(sequences):
-        raise TrainingError("The dataset holds no sequences.")
+        raise TrainingError("The dataset holds no sequences. Prepare one with more prompts.")
     too_long = sequences.lengths > max_length
     no_anchor = anchor_counts(sequences) == 0
     kept = ~(too_long | no_anchor)
@@ -42,7 +42,10 @@ def trainable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
     if no_anchor.any():
         reasons.append(f"{no_anchor.sum()} without two response tokens in a row")
     if not kept.any():
-        raise TrainingError(f"None of the {len(sequences)} sequences can be trained on: {', '.join(reasons)}.")
+        raise TrainingError(
+            f"None of the {len(sequences)} sequences can be trained on: {', '.join(reasons)}. Raise data.max_length "
+            "and data.batch_tokens, or prepare a dataset with longer responses."
+        )
     if reasons:
         logger.warning("Left out of %d sequences: %s.", len(sequences), ", ".join(reasons))
     return sequences.select(kept), np.flatnonzero(kept)

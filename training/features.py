@@ -119,7 +119,13 @@ def _computed(
         tokens_NS = mx.array(pad_batch(sequences, rows, starts)[0])
         hidden, features = target.forward_hidden(tokens_NS, None, manifest["layer_ids"])
         arrays = [features, hidden] if "hidden" in manifest["arrays"] else [features]
-        mx.eval(arrays)
+        finite = mx.stack([mx.isfinite(array).all() for array in arrays]).all()
+        mx.eval(arrays, finite)
+        if not finite.item():
+            raise DataError(
+                "The target's hidden states are not finite numbers, so no drafter can learn from them. Its weights are "
+                "damaged, or overflow its dtype."
+            )
         for i, length in enumerate(sequences.lengths[rows].tolist()):
             yield from (array[i, :length] for array in arrays)
 

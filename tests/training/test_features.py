@@ -226,6 +226,16 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path):
         assert str(folder) in answer.stderr.splitlines()[-1]
 
 
+def test_hidden_states_that_are_no_numbers_are_not_cached(tmp_path):
+    it = made(tmp_path)
+    shutil.rmtree(it.folder)
+    weight = it.target.model.model.layers[1].mlp.down_proj.weight
+    it.target.model.model.layers[1].mlp.down_proj.weight = weight * float("nan")
+    with pytest.raises(DataError, match="hidden states are not finite numbers"):
+        it.write()
+    assert not list(it.folder.glob("*.safetensors"))
+
+
 # --- what does not fit ----------------------------------------------------------------------------------
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import mlx.core as mx
 import yaml
 
-from dflash import DFlashConfig, DFlashDraftModel, save_drafter
-from dflash.errors import CheckpointError, DFlashError
+from dflash import DFlashConfig, save_drafter
+from dflash.drafters.kinds import drafter_class, kind_in
+from dflash.errors import CheckpointError, DFlashError, one_line
 from dflash.files import atomic_write, is_hub_name, read_json
 
 from .loop.run_folder import BEST, read_results, read_weights
+from .runs import recorded_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -57,24 +59,22 @@ Trained with `dflash train` on this recipe:
 def export(run: Path, folder: Path, best: bool = True) -> None:
     """Write the drafter of the run folder ``run`` to ``folder``: weights in bfloat16, config, model card.
 
-    The best checkpoint by held-out acceptance, or the last. Raises
+    The best checkpoint by heldout acceptance, or the last. Raises
     :class:`~dflash.errors.CheckpointError` if ``run`` is no run folder or has no such checkpoint, or ``folder``
     holds something else than a drafter, and ``OSError`` if the disk does not take it.
     """
     require_only_a_drafter(folder)
-    config = DFlashConfig.from_dict(read_json(run / "config.json"))
-    recipe = read_json(run / "recipe.json").get("recipe")
-    if not isinstance(recipe, dict):
-        raise CheckpointError(f"{run / 'recipe.json'} holds no recipe; expected the folder of a run of dflash train.")
-    model = DFlashDraftModel(config)
-    model.load_weights(list(read_weights(run, best).items()))
-    mx.eval(model.parameters())
+    recipe, values = recorded_recipe(run), read_json(run / "config.json")
+    kind = drafter_class(kind_in(values))
+    model = kind(kind.config_class.from_dict(values))
     try:
-        save_drafter(model, folder)
-    except RuntimeError as error:  # how MLX reports that nothing more can be written
-        raise OSError(f"Cannot write {folder}: {error}") from error
+        model.load_weights(list(read_weights(run, best).items()))
+    except ValueError as error:  # MLX names what is missing or left over
+        raise CheckpointError(f"The weights of {run} do not fit its config.json: {one_line(error)}") from error
+    mx.eval(model.parameters())
+    save_drafter(model, folder)
     results = read_results(run / BEST) if best else None
-    text = card(recipe, config, folder.name, results)
+    text = card(recipe, model.config, folder.name, results)
     atomic_write(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
 
 
@@ -110,11 +110,11 @@ def card(recipe: dict[str, Any], config: DFlashConfig, name: str, results: dict[
 def _measured(run: dict[str, Any], results: dict[str, Any] | None) -> str:
     if results is None:
         return "The exported weights were not evaluated; `dflash eval` measures them."
-    rows = [f"| {i} | {share:.3f} |" for i, share in enumerate(results["acceptance_by_position"], 1)]
+    rows = [f"| {i} | {rate:.3f} |" for i, rate in enumerate(results["acceptance_by_position"], 1)]
     return "\n".join(
         [
             f"Acceptance length {results['acceptance_length']:.2f} tokens per target pass: greedy decoding of up to "
-            f"{run['evaluate_prompts']} held-out prompts, up to {run['evaluate_tokens']} tokens each "
+            f"{run['evaluate_prompts']} heldout prompts, up to {run['evaluate_tokens']} tokens each "
             f"({results['blocks']} blocks), at step {results['step']}, before rounding to bfloat16.",
             "",
             "| drafted position | blocks accepted up to it |",
@@ -132,12 +132,11 @@ def push(folder: Path, repository: str) -> str:
     from huggingface_hub import HfApi
 
     if not (folder / "config.json").exists():
-        raise CheckpointError(f"{folder} holds no drafter.")
+        raise CheckpointError(f"{folder} holds no drafter: config.json is missing.")
     try:
         api = HfApi()
         address = api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(folder), allow_patterns=list(EXPORTED))
     except Exception as error:  # the hub client raises many unrelated kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DFlashError(f"The hub did not take {repository!r}: {reason}") from error
+        raise DFlashError(f"Cannot upload to {repository!r} on the hub: {one_line(error)}") from error
     return str(address)

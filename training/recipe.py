@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import dflash
+
 from .drafters.objectives import ObjectiveSettings
 from .loop.optimizer import AdamWSettings, MuonSettings
 from .loop.settings import LoopSettings
@@ -122,8 +124,17 @@ class Recipe(Checked):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe; ``overrides`` are settings such as ``"run.steps=100"``, with YAML values.
+    """Read a recipe, or a bundled one by its name; ``overrides`` are settings such as ``"run.steps=100"``.
 
     Raises :class:`~dflash.training.settings.SettingsError`, naming file and key.
     """
+    known = bundled_recipes()
+    if not Path(path).exists() and str(path) in known:
+        path = known[str(path)]
     return load_settings(Recipe, Path(path), overrides)
+
+
+def bundled_recipes() -> dict[str, Path]:
+    """The recipes of drafters that come with this package, by name."""
+    folder = Path(dflash.__file__).parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml")) if not path.stem.endswith("-target")}

@@ -23,6 +23,7 @@ import numpy as np
 from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
 from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads
+from dflash.drafters.kinds import DEFAULT, KIND, kind_of
 from dflash.drafters.protocol import Drafter
 from dflash.errors import TrainingError, one_line
 from dflash.files import exclusive_lock, read_json, remove_unfinished, write_json
@@ -53,7 +54,8 @@ from .loop.run import OnLog
 from .loop.run_folder import BEFORE_DECAY, BEST, LOG, RECIPE, STATE
 from .loop.settings import FitSettings, LoopSettings
 from .recipe import Recipe
-from .settings import to_dict, with_defaults
+from .runs import recorded_recipe
+from .settings import to_dict
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +70,6 @@ _MAY_CHANGE = {
         *("run.steps", "run.epochs"),  # the loop knows whether a run can be made longer
     )
 }
-
-_RENAMED = {
-    "data": {"batch_blocks": "max_blocks_per_batch"},
-    "run": {"explosion": "max_loss_spike"},
-    "objective": {"kl_share": "kl_weight"},
-}
-"""Settings by their older names, which recorded recipes may have."""
 
 
 def train(recipe: Recipe, on_log: OnLog | None = None) -> Path:
@@ -116,13 +111,8 @@ def _check_before_loading(recipe: Recipe, ranks: Ranks) -> None:
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    """What the run in ``folder`` was started with; settings that are newer than it have their defaults."""
-    recorded = read_json(folder / RECIPE)
-    recipe = recorded.get("recipe")
-    for section, names in _RENAMED.items():
-        if isinstance(recipe, dict) and isinstance(recipe.get(section), dict):
-            recipe[section] = {names.get(key, key): value for key, value in recipe[section].items()}
-    return recorded | {"recipe": with_defaults(Recipe, recipe)}
+    """What the run in ``folder`` was started with."""
+    return read_json(folder / RECIPE) | {"recipe": recorded_recipe(folder)}
 
 
 @contextmanager
@@ -161,7 +151,8 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
 
     listening: list[OnLog] = []
     if ranks.is_main:
-        _begin(folder, identity, drafter.config.to_dict())
+        kind = {} if kind_of(drafter) == DEFAULT else {KIND: kind_of(drafter)}
+        _begin(folder, identity, drafter.config.to_dict() | kind)
         listening = listeners(recipe.run.callbacks, RunInfo(folder, identity["recipe"]), on_log)
         if not (folder / STATE).exists():
             _tell_evaluation_time(target, drafter, prompts, recipe)

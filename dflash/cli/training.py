@@ -1,26 +1,91 @@
-"""``dflash cache-features``, ``train``, ``export``: from a dataset to a drafter.
+"""``dflash recipe``, ``cache-features``, ``train``, ``runs``, ``export``: from a dataset to a drafter.
 
 Knows options, files and what to print. Must not know how anything is computed. Mounted by ``cli``.
 """
 
+import json
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from ..errors import DFlashError
+from ..errors import DFlashError, did_you_mean
+from .options import not_empty, print_rich
+
+if TYPE_CHECKING:
+    from ..training.recipe import Recipe
+    from ..training.runs import RunSummary
 
 app = typer.Typer()
 
+RecipeFile = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE.yaml", help="A recipe, or the name of a bundled one (dflash recipe lists them)."),
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting; repeatable.")
+]
+
+
+def _load(recipe: str, settings: list[str] | None) -> "Recipe":
+    """The checked recipe; what happens from here on is logged to standard error."""
+    from ..training.recipe import load_recipe
+
+    checked = load_recipe(recipe, settings or [])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    return checked
+
+
+# --- recipes --------------------------------------------------------------------------------------------
+
+
+@app.command()
+def recipe(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this bundled recipe.")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="PATH|HUB", help="Write a recipe for this target.", callback=not_empty)
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Its dataset, made by dflash prepare, if there is one yet.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the run shall leave its files.")] = None,
+) -> None:
+    """Print a recipe: for a target of yours, or a bundled one; without either, the names of those.
+
+    With --target the recipe is complete and commented: layers to read, a mask
+    token that no text uses, batches for this machine's memory, and the time
+    that training will take, from a short measurement.
+
+    Examples:
+
+    dflash recipe
+    dflash recipe qwen3-4b > my.yaml
+    dflash recipe --target Qwen/Qwen3-0.6B --data data > my.yaml
+    """
+    from ..training.recipe import bundled_recipes
+
+    known = bundled_recipes()
+    if (name is None) == (target is None):
+        if name is not None:
+            raise DFlashError("Give the NAME of a bundled recipe or --target, not both.")
+        print("\n".join(known))
+    elif target is not None:
+        from ..training.new_recipe import as_yaml, propose_recipe
+
+        print(as_yaml(propose_recipe(target, data, run)), end="")
+    elif name in known:
+        print(known[name].read_text(encoding="utf-8"), end="")
+    else:
+        raise DFlashError(f"There is no bundled recipe {name!r}; {did_you_mean(name, known)}")
+
+
+# --- training -------------------------------------------------------------------------------------------
+
 
 @app.command("cache-features")
-def cache_features(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe with data.cached_features.")],
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting; repeatable.")
-    ] = None,
-) -> None:
+def cache_features(recipe: RecipeFile, settings: Settings = None) -> None:
     """Compute the target's features of a recipe's dataset once, onto the disk.
 
     Training then reads them instead of running the target in every epoch. The
@@ -32,47 +97,70 @@ def cache_features(
     dflash cache-features RECIPE.yaml --set data.cached_features=features
     dflash train RECIPE.yaml --set data.cached_features=features
     """
-    from ..training.recipe import Recipe
-    from ..training.settings import load_settings
-
-    checked = load_settings(Recipe, recipe, settings or [])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-
+    checked = _load(recipe, settings)
     from ..training.train import cache_features as run
 
     print(run(checked))
 
 
-@app.command()
-def train(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A complete run; see configs/.")],
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting; repeatable.")
-    ] = None,
-) -> None:
-    """Train a drafter from a recipe, or go on where that run was stopped.
+class _WithSettings(TyperCommand):
+    """A command whose help lists every setting of a recipe."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the command's help, then the settings."""
+        super().format_help(ctx, formatter)
+        from ..training.recipe import Recipe
+        from ..training.settings import settings_help
+
+        rows: list[tuple[str, ...]] = [
+            (line.key, line.default or "(to be given)", line.meaning) for line in settings_help(Recipe)
+        ]
+        print(" Settings of a recipe, their defaults and meanings:\n")
+        print_rich(_table(("setting", "default", "meaning"), rows))
+
+
+@app.command(cls=_WithSettings)
+def train(recipe: RecipeFile, settings: Settings = None) -> None:
+    """Train a drafter from a recipe, or continue where that run was stopped.
 
     Ctrl-C finishes the step, saves and exits with 130; the same command
     continues to the same weights. Several machines: mlx.launch.
 
     Examples:
 
-    dflash train configs/qwen3-4b.yaml
-    dflash train configs/qwen3-4b.yaml --set run.epochs=1 --set optimizer.learning_rate=3e-4
-    mlx.launch --hosts 10.0.0.1,10.0.0.2 dflash train configs/qwen3-4b.yaml
+    dflash train my.yaml
+    dflash train qwen3-4b --set run.epochs=1 --set optimizer.learning_rate=3e-4
+    dflash train my.yaml --set drafter.from=z-lab/Qwen3-4B-DFlash-b16 --set run.folder=runs/tuned
+    mlx.launch --hosts 10.0.0.1,10.0.0.2 dflash train my.yaml
     """
-    from ..training.recipe import Recipe
-    from ..training.settings import load_settings
-
-    checked = load_settings(Recipe, recipe, settings or [])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-
+    checked = _load(recipe, settings)
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     from ..training.train import train as run
 
     with logging_redirect_tqdm():  # lines above the bar, not in it
         print(run(checked))
+
+
+@app.command()
+def runs(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs of dflash train.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of a table.")] = False,
+) -> None:
+    """Compare runs: in what their recipes differ, acceptance, loss, speed and memory.
+
+    Examples:
+
+    dflash runs runs/*
+    dflash runs runs/one runs/two --json
+    """
+    from ..training.runs import compare_runs
+
+    found = compare_runs(folders)
+    if as_json:
+        print(json.dumps([run.results() for run in found]))
+    else:
+        print_rich(_runs_table(found))
 
 
 @app.command()
@@ -97,3 +185,34 @@ def export(
         raise DFlashError("OUT must be another folder than RUN, which it would overwrite.")
     exporting.export(run, folder, best=not last)
     print(exporting.push(folder, push) if push else folder)
+
+
+# --- tables ---------------------------------------------------------------------------------------------
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _runs_table(runs: list["RunSummary"]) -> Any:
+    """One row a run; a column for each setting in which the recipes differ."""
+    from ..training.loop.clock import duration
+
+    settings = list(runs[0].settings)
+    columns = ("run", *settings, "steps", "acceptance", "at step", "heldout loss", "loss", "tokens/s", "time", "GB")
+    rows = []
+    for run in runs:
+        steps = f"{run.step}/{run.steps}" if run.steps else str(run.step)
+        numbers = (run.best_acceptance, run.best_step, run.heldout_loss, run.loss, run.tokens_per_second)
+        formats = ("{:.2f}", "{}", "{:.3f}", "{:.3f}", "{:.0f}")
+        shown = ["-" if n is None else form.format(n) for n, form in zip(numbers, formats, strict=True)]
+        time = "-" if run.seconds is None else duration(run.seconds)
+        memory = "-" if run.peak_memory_gb is None else f"{run.peak_memory_gb:.1f}"
+        rows.append((run.folder, *(str(run.settings[name]) for name in settings), steps, *shown, time, memory))
+    return _table(columns, rows)

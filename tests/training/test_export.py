@@ -48,7 +48,7 @@ def test_nothing_is_pushed_without_being_asked_and_a_refusal_is_one_line(undistu
     assert not calls
     answer = invoke("export", undisturbed, tmp_path / "a", "--push", "me/it")
     assert calls == ["me/it"]
-    assert answer.stderr == "error: The hub did not take 'me/it': 401 Unauthorized\n"
+    assert answer.stderr == "error: Cannot upload to 'me/it' on the hub: 401 Unauthorized long text\n"
     refused = None
     assert invoke("export", undisturbed, tmp_path / "a", "--push", "me/it").stdout.strip() == "https://hub/me/it"
     assert calls[-1] == ("me/it", str(tmp_path / "a"), sorted(export.EXPORTED))

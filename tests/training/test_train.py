@@ -13,14 +13,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.cli import invoke
+from support.cli import assert_one_error, invoke
 from support.conversations import write_lines
 from support.models import plain_greedy
 from support.runs import read_log, recipe, result, write_dataset, write_recipe, write_target
 
 import dflash
-from dflash.errors import TrainingError
+from dflash.errors import DFlashError, TrainingError
 from dflash.files import exclusive_lock
+from dflash.training import register_callback
 from dflash.training.features import with_target_pass
 from dflash.training.train import train
 
@@ -181,11 +182,98 @@ def test_a_missing_dataset_is_one_line(folder):
     assert "dflash prepare" in answer.stderr
 
 
-def test_a_run_folder_that_cannot_be_written_to_is_one_line(folder, tmp_path):
+@pytest.mark.parametrize("place", ["/proc/x", "file", "file/run"])
+def test_a_run_folder_that_cannot_be_written_to_is_one_line(folder, tmp_path, place, monkeypatch):
+    monkeypatch.setattr("dflash.training.train.load_target", None)
     (tmp_path / "file").write_text("")
-    answer = invoke("train", write_recipe(folder), "--set", f"run.folder={tmp_path / 'file' / 'run'}")
-    assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
-    assert "Not a directory" in answer.stderr
+    answer = invoke("train", write_recipe(folder), "--set", f"run.folder={tmp_path / place}")
+    assert_one_error(answer, r"(Cannot write to run\.folder .*: .* Set run\.folder to another folder|file.* is a file)")
+
+
+def test_evaluations_that_leave_no_room_for_a_prompt_are_refused(folder):
+    answer = invoke("train", write_recipe(folder), "--set", f"run.folder={folder / 'no-room'}",
+                    "--set", "run.evaluate_tokens=100000")  # fmt: skip
+    assert answer.exit_code == 1
+    assert "run.evaluate_tokens 100000 leaves no room for a prompt" in answer.stderr.splitlines()[-1]
+
+
+def test_a_log_with_lines_of_ones_own_never_stops_a_run(undisturbed, folder):
+    run = folder / "noted"
+    train(recipe(folder, "noted", "run.steps=8"))
+    notes = b'tried a new GPU\n5\n{"loss": 1}\ncaf\xe9\n'
+    state = (undisturbed / "state.safetensors").read_bytes()
+    (run / "log.jsonl").write_bytes(notes + (run / "log.jsonl").read_bytes())
+    train(recipe(folder, "noted"))
+    assert (run / "log.jsonl").read_bytes().startswith(notes)
+    assert (run / "state.safetensors").read_bytes() == state
+
+
+def test_a_finished_run_of_muon_is_made_longer_and_one_of_adamw_is_refused_with_advice(undisturbed, folder):
+    wsd = "optimizer={kind: muon, warmup_steps: 2, decay_steps: 3}", "run.evaluate_every=100"
+    train(recipe(folder, "short-wsd", *wsd))
+    train(recipe(folder, "short-wsd", *wsd, "run.steps=12"))
+    train(recipe(folder, "long-wsd", *wsd, "run.steps=12"))
+    assert result(folder / "short-wsd") == result(folder / "long-wsd")
+    with pytest.raises(TrainingError, match=r"trained for 8 steps and cannot become a run of 9: .*drafter\.from"):
+        train(recipe(folder, "undisturbed", "run.steps=9"))
+
+
+def test_a_run_starts_from_given_weights(undisturbed, folder):
+    train(recipe(folder, "tuned", f"drafter.from={undisturbed / 'drafter'}", "run.steps=1",
+                 "optimizer.learning_rate=1e-30"))  # fmt: skip
+    before, after = (mx.load(str(run / "drafter" / "model.safetensors")) for run in (undisturbed, folder / "tuned"))
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_callbacks_of_a_recipe_and_on_log_get_the_log(folder):
+    lines: list[dict] = []
+
+    @register_callback("kept-for-a-test")
+    def kept(run):
+        assert run.folder == folder / "listened"
+        assert run.recipe["run"]["steps"] == 2
+        return lines.append
+
+    also: list[dict] = []
+    train(recipe(folder, "listened", "run.steps=2", "run.callbacks=[kept-for-a-test]"), on_log=also.append)
+    assert lines == also == read_log(folder / "listened")
+    with pytest.raises(DFlashError, match="Unknown callback 'kept-for-a-tast'; did you mean 'kept-for-a-test'"):
+        train(recipe(folder, "listened", "run.callbacks=[kept-for-a-tast]"))
+
+
+def test_training_from_python_is_visible_unless_logging_shows_it(folder, capsys, caplog):
+    train(recipe(folder, "visible-1", "run.steps=1"))
+    assert re.search(r"^step 1 loss \d", capsys.readouterr().err, re.MULTILINE)
+    caplog.set_level("INFO", "dflash")
+    train(recipe(folder, "visible-2", "run.steps=1"))
+    assert not capsys.readouterr().err
+    assert "An evaluation decodes 2 prompts of up to 8 tokens: at most about" in caplog.text
+
+
+def test_a_schedule_longer_than_the_run_is_warned_of(folder, caplog):
+    train(recipe(folder, "warned", "run.steps=2", "optimizer={kind: muon}"))
+    assert "more than the 2 steps of this run, so the learning rate never reaches its peak" in caplog.text
+
+
+THREAD = """
+import sys, threading
+from pathlib import Path
+from dflash.training.recipe import load_recipe
+from dflash.training.train import train
+
+recipe = load_recipe(sys.argv[1], sys.argv[2:])
+thread = threading.Thread(target=train, args=(recipe,))
+thread.start()
+thread.join()
+"""
+
+
+def test_training_in_a_thread_ends_without_an_abort(folder):
+    sets = [f"run.folder={folder / 'threaded'}", "run.steps=2", "run.threads=2"]
+    done = subprocess.run([sys.executable, "-c", THREAD, write_recipe(folder), *sets], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "threaded" / "drafter" / "model.safetensors").exists()
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(folder, monkeypatch):

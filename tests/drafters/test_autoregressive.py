@@ -1,0 +1,256 @@
+"""A language model as drafter: its cache follows the committed tokens, its drafts are its own greedy text."""
+
+import json
+import logging
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from support.models import byte_tokenizer, llama_model, plain_greedy, qwen3_model, save_target, target
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, load_target
+from dflash.adapters.conformance import small_models as small
+from dflash.decode import decode, prefill
+from dflash.drafters.autoregressive import AutoregressiveDrafter, is_draft_model_compatible
+from dflash.errors import IncompatibleModelsError
+from dflash.target.compare import assert_close, assert_same_caches
+
+GREEDY = make_sampler(temp=0.0)
+NEAR_TIE = 1e-4
+VOCAB = small.VOCAB
+# Full attention, a window of 6, and of other cache kinds one each: windows that wrap, recurrent states, both with KV.
+KINDS = ["llama", "sliding", "gemma3_text", "lfm2", "mamba2", "qwen3_5"]
+
+
+def model(kind: str, seed: int = 0) -> LoadedTargetModel:
+    return built(kind, seed)
+
+
+@lru_cache(maxsize=16)
+def built(kind: str, seed: int) -> LoadedTargetModel:
+    if kind in ("llama", "sliding"):
+        return target(kind, seed + 3, VOCAB)
+    return LoadedTargetModel(small.build(kind, seed))
+
+
+def drafter(kind: str, block_size: int = 6, seed: int = 0) -> AutoregressiveDrafter:
+    return AutoregressiveDrafter(model(kind, seed), block_size)
+
+
+def assert_holds(draft: AutoregressiveDrafter, cache, committed: Sequence[int], where: str = "") -> None:
+    """Settled, the cache equals one that was fed ``committed`` in one pass, and drafts what that one drafts."""
+    draft.settle(cache)
+    fresh = draft.make_cache()
+    draft.extend_context(mx.zeros((1, len(committed), 0)), fresh, mx.array([list(committed)]))
+    draft.settle(fresh)
+    assert cache.offset == fresh.offset == len(committed)
+    assert_same_caches(cache.layers, fresh.layers, where)
+    ours, theirs = (draft.propose(mx.array([[1]]), 3, c) for c in (cache, fresh))
+    assert_close(f"logits {where}", ours.logits, theirs.logits)
+
+
+EVENTS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, VOCAB - 1)), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=5)
+@given(prompt=st.integers(1, 20), blocks=EVENTS, twice=st.booleans(), other=st.booleans())
+def test_after_any_blocks_the_cache_equals_one_fed_the_committed_tokens(kind, prompt, blocks, twice, other):
+    """``twice``: a draft is thrown away before the next; ``other``: the last block does not begin with its anchor."""
+    draft = drafter(kind)
+    cache = draft.make_cache()
+    text = [random.Random(prompt).randrange(VOCAB) for _ in range(prompt)]
+    draft.extend_context(mx.zeros((1, prompt, 0)), cache, mx.array([text]))
+    for i, (length, accepted, anchor) in enumerate(blocks):
+        if twice:
+            draft.propose(mx.array([[(anchor + 1) % VOCAB]]), 2, cache)
+        drafts = draft.propose(mx.array([[anchor]]), length, cache).tokens[0].tolist()
+        assert cache.offset == len(text)
+        if other and i == len(blocks) - 1:
+            anchor = (anchor + 2) % VOCAB
+        committed = [anchor, *drafts[:accepted]]
+        draft.extend_context(mx.zeros((1, len(committed), 0)), cache, mx.array([committed]))
+        text += committed
+    assert_holds(draft, cache, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_is_the_models_own_greedy_text_with_its_logits(kind):
+    draft, prompt = drafter(kind, 9), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    expected, lead = plain_greedy(model(kind).model, prompt, 8)
+    assert lead > NEAR_TIE
+    cache = draft.make_cache()
+    draft.extend_context(mx.zeros((1, 13, 0)), cache, mx.array([prompt[:-1]]))
+    proposal = draft.propose(mx.array([prompt[-1:]]), 8, cache)
+    assert proposal.tokens.tolist() == [expected]
+    assert proposal.logits.shape == (1, 8, VOCAB)
+    logits = model(kind).model(mx.array([prompt + expected[:-1]]))[:, -8:]
+    assert_close("logits", proposal.logits, logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_drafts_for_itself_is_always_right(kind):
+    """Every block is full: one position too early or too late anywhere, and nothing would be accepted."""
+    prompt, count = [3, 1, 4, 1, 5], 19
+    expected, lead = plain_greedy(model(kind).model, prompt, count)
+    assert lead > NEAR_TIE
+    draft = drafter(kind)
+    draft.bind(model(kind))
+    state = prefill(model(kind), draft, prompt, GREEDY)
+    blocks = list(decode(model(kind), draft, state, count, 6, GREEDY))
+    assert [len(block.tokens) for block in blocks] == [6] * 3
+    assert state.tokens == prompt + expected
+
+
+@pytest.mark.parametrize(("kind", "other"), list(zip(KINDS, KINDS[2:] + KINDS[:2], strict=True)))
+def test_the_text_is_the_targets_own_and_the_cache_follows_it(kind, other):
+    """Another model is hardly ever right."""
+    prompt, count = [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4], 16
+    expected, lead = plain_greedy(model(kind).model, prompt, count)
+    assert lead > NEAR_TIE
+    draft = drafter(other, seed=1)
+    draft.bind(model(kind))
+    state = prefill(model(kind), draft, prompt, GREEDY, step_size=7)
+    for _ in decode(model(kind), draft, state, count, 4, GREEDY):
+        assert state.draft_cache.offset == len(state.tokens) - 1
+    assert state.tokens == prompt + expected
+    assert_holds(draft, state.draft_cache, state.tokens[:-1])
+
+
+def test_drafts_are_sometimes_right_and_sometimes_wrong_when_the_draft_model_is_a_little_off():
+    """The mixture that the tests above want: blocks of one token, full blocks, and what is between."""
+    loaded = model("llama")
+    off = llama_model(3, VOCAB)
+    for layer in off.layers[-1:]:
+        weight = layer.mlp.down_proj.weight
+        layer.mlp.down_proj.weight = weight + 0.1 * mx.random.normal(weight.shape, key=mx.random.key(5))
+    prompt, count = [3, 1, 4, 1, 5], 40
+    expected, lead = plain_greedy(loaded.model, prompt, count)
+    assert lead > NEAR_TIE
+    draft = AutoregressiveDrafter(LoadedTargetModel(off))
+    draft.bind(loaded)
+    state = prefill(loaded, draft, prompt, GREEDY)
+    sizes = set()
+    for block in decode(loaded, draft, state, count, 5, GREEDY):
+        sizes.add(len(block.tokens))
+        assert state.draft_cache.offset == len(state.tokens) - 1
+    assert state.tokens == prompt + expected
+    assert {1, 5} < sizes
+    assert_holds(draft, state.draft_cache, state.tokens[:-1])
+
+
+@pytest.mark.parametrize("kind", ["llama", "sliding", "lfm2"])
+def test_a_draft_costs_as_many_passes_as_it_has_tokens(kind, monkeypatch):
+    """What was committed goes into the first of them: where all drafts were, the last of them and the anchor."""
+    draft, fed = drafter(kind), []
+    forward = draft.model.forward_hidden
+    monkeypatch.setattr(draft.model, "forward_hidden", lambda t, *rest: fed.append(t.shape[1]) or forward(t, *rest))
+    cache = draft.make_cache()
+    draft.extend_context(mx.zeros((1, 9, 0)), cache, mx.array([list(range(9))]))
+    assert fed == [9]
+    drafts = draft.propose(mx.array([[3]]), 5, cache).tokens[0].tolist()
+    draft.extend_context(mx.zeros((1, 6, 0)), cache, mx.array([[3, *drafts]]))
+    draft.propose(mx.array([[4]]), 5, cache)
+    all_accepted = 2 if kind == "llama" else 6  # windows and states are fed the accepted drafts again
+    assert fed == [9] + [1] * 5 + [all_accepted] + [1] * 4
+
+
+def test_past_its_own_longest_sequence_a_model_proposes_nothing():
+    loaded = LoadedTargetModel(qwen3_model(0, max_position_embeddings=64))
+    draft = AutoregressiveDrafter(LoadedTargetModel(qwen3_model(0, max_position_embeddings=23)))
+    draft.bind(loaded)
+    prompt, count = [3, 1, 4, 1, 5], 40
+    expected, lead = plain_greedy(loaded.model, prompt, count)
+    assert lead > NEAR_TIE
+    state = prefill(loaded, draft, prompt, GREEDY)
+    blocks = list(decode(loaded, draft, state, count, 5, GREEDY))
+    assert [len(block.drafted) for block in blocks[:5]] == [4, 4, 4, 3, 0]
+    assert sum(len(block.drafted) for block in blocks[4:]) == 0
+    assert state.tokens == prompt + expected
+
+
+# --- vocabularies -----------------------------------------------------------------------------------------
+
+
+def test_without_tokenizers_vocabularies_must_be_equally_large():
+    draft = AutoregressiveDrafter(target("qwen3", 0, 40))
+    assert not is_draft_model_compatible(draft.model, target("llama", 0, 32))
+    with pytest.raises(IncompatibleModelsError, match=r"has 40 tokens, the target's has 32"):
+        DFlashSpeculativeDecoder(target("llama", 0, 32), draft)
+    draft.bind(target("llama", 0, 40))
+
+
+def with_tokens(vocab: int, seed: int = 0, **renamed: str) -> LoadedTargetModel:
+    """A model of ``vocab`` rows with the byte tokenizer, of which some tokens are called otherwise."""
+    fast = byte_tokenizer()
+    if renamed:
+        text = fast.backend_tokenizer.to_str()
+        for old, new in renamed.items():
+            text = text.replace(f"<|{old}|>", f"<|{new}|>")
+        fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), eos_token=fast.eos_token)
+    return LoadedTargetModel(qwen3_model(seed, vocab), TokenizerWrapper(fast))
+
+
+def test_a_token_that_means_something_else_is_named():
+    loaded, draft = with_tokens(264), with_tokens(264, mask="pad")
+    assert is_draft_model_compatible(with_tokens(264), loaded)
+    assert not is_draft_model_compatible(draft, loaded)
+    expected = r"token 261 is '<\|pad\|>' in its vocabulary and '<\|mask\|>' in the target's\. Use a model of"
+    with pytest.raises(IncompatibleModelsError, match=expected) as error:
+        DFlashSpeculativeDecoder(loaded, AutoregressiveDrafter(draft))
+    assert "\n" not in str(error.value)
+
+
+def test_a_token_without_an_embedding_is_named():
+    with pytest.raises(IncompatibleModelsError, match=r"token 260, '<\|im_start\|>', is past the 260 tokens"):
+        AutoregressiveDrafter(with_tokens(260)).bind(with_tokens(264))
+
+
+def test_another_last_token_is_a_warning(caplog):
+    draft = with_tokens(264)
+    other = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token="<|im_start|>")
+    with caplog.at_level(logging.WARNING):
+        AutoregressiveDrafter(LoadedTargetModel(draft.model, TokenizerWrapper(other))).bind(with_tokens(264))
+    assert "its eos_token is '<|im_start|>' and the target's is '<|im_end|>'" in caplog.text
+
+
+@pytest.mark.parametrize(("own", "rows"), [(270, 264), (262, 264)])
+def test_rows_that_pad_one_table_are_never_proposed_nor_looked_up(own, rows):
+    """Tables of one vocabulary are padded to different sizes, within one family of models too."""
+    loaded, draft = with_tokens(rows, seed=1), AutoregressiveDrafter(with_tokens(own))
+    draft.bind(loaded)
+    cache = draft.make_cache()
+    draft.extend_context(mx.zeros((1, 3, 0)), cache, mx.array([[65, rows - 1, 66]]))
+    proposal = draft.propose(mx.array([[rows - 1]]), 4, cache)
+    assert proposal.logits.shape == (1, 4, rows)
+    assert mx.all(proposal.tokens < min(own, rows))
+    logits = np.array(proposal.logits)
+    assert np.isfinite(logits[..., : min(own, rows)]).all()
+    assert (logits[..., own:] == -np.inf).all()
+
+
+# --- from files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architectures", [["Qwen3ForCausalLM"], None])
+def test_a_path_that_holds_a_language_model_is_one_that_drafts(tmp_path, architectures):
+    """With the target's own files as draft model every block is full."""
+    folder = save_target(qwen3_model(1, 264), tmp_path / "model", dtype=mx.float32)
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": architectures}
+    (folder / "config.json").write_text(json.dumps(config))
+    draft = load_drafter(folder)
+    assert isinstance(draft, AutoregressiveDrafter)
+    assert draft.block_size == 5
+    decoder = DFlashSpeculativeDecoder(load_target(folder), draft)
+    responses = list(decoder.stream_generate([65, 66, 67], max_tokens=21))
+    assert [len(r.drafted) for r in responses] == [0, 4, 4, 4, 4]
+    assert [r.accepted for r in responses] == [0, 4, 4, 4, 4]

@@ -38,7 +38,7 @@ class DecodeOptions:
         max_tokens: Most tokens to generate. ``None``: 2048, or as many as there is room for.
         temp: Temperature; 0 (and anything below 1e-5) is greedy. At any other the target's own samples are emitted.
         top_p: Nucleus sampling, off at 0.
-        min_p: Drop tokens less probable than this share of the most probable one, off at 0.
+        min_p: Drop tokens whose probability is less than this fraction of the highest one, off at 0.
         top_k: Sample among the ``top_k`` most probable tokens, off at 0.
         seed: Seeds MLX's global random state as decoding begins; ``None`` leaves it as it is.
         sampler: A sampler of one's own in place of the five above, or the name of a registered one.
@@ -50,7 +50,7 @@ class DecodeOptions:
         stop_token_ids: Tokens that end the answer; ``None``: the target's own.
         max_kv_size: Bound the target's caches to this many tokens, the first four always kept.
         kv_bits: Quantise the keys and values of full attention to this many bits.
-        kv_group_size: Numbers that share one scale of the quantised keys and values.
+        kv_group_size: Numbers per scale of the quantised keys and values.
         prefill_step_size: Tokens of the prompt in one pass.
 
     Raises :class:`~dflash.errors.GenerationError`, naming the option, for a value out of range.
@@ -88,6 +88,7 @@ class DecodeOptions:
         require_count("repetition_context_size", self.repetition_context_size, 1)
         require_count("prefill_step_size", self.prefill_step_size, 1)
         _check_stop_strings(self.stop_strings)
+        _check_stop_tokens(self.stop_token_ids)
         if self.sampler is not None and (self.temp or self.top_p or self.min_p or self.top_k):
             raise GenerationError("Give either a sampler, or temperature, top_p, min_p and top_k, not both.")
         if isinstance(self.logits_processors, str) or callable(self.logits_processors):
@@ -306,6 +307,15 @@ def _check_stop_strings(stop_strings: Any) -> None:
         raise GenerationError(f"stop_strings must be a list of strings; did you mean [{stop_strings!r}]?")
     if any(not isinstance(s, str) or not s for s in stop_strings or ()):
         raise GenerationError("A stop string must be a non-empty text.")
+
+
+def _check_stop_tokens(tokens: Any) -> None:
+    try:
+        whole = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens or ())
+    except TypeError:
+        whole = False
+    if not whole:
+        raise GenerationError(f"stop_token_ids must be a list of token ids, got {_short(tokens)}.")
 
 
 def _found(registry: Registry[T], wanted: T | str) -> T:

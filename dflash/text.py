@@ -11,7 +11,7 @@ class TextStream:
     """Incremental detokenizing with stop strings matched on text, across token boundaries.
 
     Text that could be the beginning of a stop string is held back until it is decided, and with it the tokens
-    after the one in which it begins. So text and tokens depend on neither block borders nor luck of the drafter.
+    after the one in which it begins. So neither text nor tokens depend on where blocks end.
     """
 
     def __init__(self, detokenizer: Any, stop_strings: Sequence[str] = ()):

@@ -7,7 +7,6 @@ should appear is known; the drafter is right as often as a test says.
 import itertools
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
@@ -30,7 +29,7 @@ from support.models import (
     writer,
 )
 
-from dflash import DFlashSpeculativeDecoder, Drafter, LoadedTargetModel, Proposal
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.errors import GenerationError, IncompatibleModelsError
 from dflash.generate import PAIR
 
@@ -327,15 +326,6 @@ def test_a_drafter_whose_block_the_target_has_no_positions_for_is_refused():
         refused(error, *words)
 
 
-def test_what_is_no_drafter_is_told_what_it_lacks():
-    with pytest.raises(IncompatibleModelsError) as error:
-        DFlashSpeculativeDecoder(target("llama", 2).model, SimpleNamespace(block_size=4, propose=None))
-    refused(error, "SimpleNamespace is no Drafter", "target_layer_ids, bind, make_cache, extend_context")
-    with pytest.raises(IncompatibleModelsError) as error:
-        DFlashSpeculativeDecoder(target("llama", 2).model, "runs/one/drafter")
-    refused(error, "load_drafter('runs/one/drafter')")
-
-
 def test_a_target_whose_cache_cannot_be_rewound_is_refused_before_the_first_token():
     model = qwen3_model(0)
     model.make_cache = lambda: [BatchKVCache([0]) for _ in model.layers]
@@ -376,42 +366,6 @@ def test_a_loaded_target_keeps_its_parts_and_takes_those_given():
     assert replaced.tokenizer is other
     assert replaced.target_model is loaded.model
     assert loaded.tokenizer is not other
-
-
-class NgramDrafter:
-    """Proposes what followed the anchor's last occurrence: a drafter that shares nothing with DFlash's model."""
-
-    block_size = 6
-    target_layer_ids = ()
-
-    def bind(self, target):
-        self.vocab = target.vocab_size
-
-    def make_cache(self):
-        return SimpleNamespace(offset=0, tokens=[])
-
-    def extend_context(self, features, cache, tokens):
-        assert features.shape == (*tokens.shape, 0)
-        cache.tokens += tokens[0].tolist()
-        cache.offset = len(cache.tokens)
-
-    def propose(self, anchor, length, cache):
-        past = cache.tokens
-        at = max((i for i, token in enumerate(past) if token == anchor.item()), default=0)
-        draft = past[at + 1 :][:length]  # may be shorter than asked for, or empty
-        return Proposal(mx.array([draft], mx.int32).reshape(1, -1))
-
-
-def test_any_drafter_of_the_protocol_decodes_losslessly():
-    assert isinstance(NgramDrafter(), Drafter)
-    assert isinstance(random_drafter(0), Drafter)
-    prompt = [3, 1, 4]
-    expected, _ = plain_greedy(target("qwen3", 4).model, prompt, 40)
-    decoder = DFlashSpeculativeDecoder(target("qwen3", 4), NgramDrafter())
-    steps: list[list[int]] = []
-    assert decoder.spec_generate(prompt, 40, stream_callback=steps.append).tolist() == [prompt + expected]
-    assert max(map(len, steps)) > 1, "repeating text is drafted at least once"
-    assert decoder.block_size == 6
 
 
 def test_two_generations_of_one_decoder_do_not_disturb_each_other():

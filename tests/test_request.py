@@ -150,6 +150,8 @@ BAD_OPTIONS = {
     "negative seed": ({"seed": -1}, ["seed", "-1"]),
     "one stop string": ({"stop_strings": "abc"}, ["stop_strings", "['abc']"]),
     "empty stop string": ({"stop_strings": ["a", ""]}, ["stop string", "non-empty"]),
+    "one stop token": ({"stop_token_ids": 3}, ["stop_token_ids must be a list", "3"]),
+    "stop tokens that are texts": ({"stop_token_ids": ["a"]}, ["stop_token_ids must be a list", "['a']"]),
     "negative penalty": ({"repetition_penalty": -1.0}, ["repetition_penalty", "-1.0"]),
     "one processor": ({"logits_processors": lambda tokens, logits: logits}, ["logits_processors", "list"]),
     "unknown sampler": ({"sampler": "no_such"}, ["Unknown sampler 'no_such'"]),

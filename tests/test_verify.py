@@ -24,11 +24,11 @@ def one_hot(tokens: list[int], vocab: int = 4) -> mx.array:
 @given(TOKENS, st.data())
 def test_first_mismatch_commits_the_agreeing_drafts_and_the_targets_next_token(drafted, data):
     n = len(drafted) + 1
-    chosen = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
-    verified = first_mismatch(Proposal(mx.array([drafted], mx.int64).reshape(1, -1)), one_hot(chosen), GREEDY)
-    agree = next((i for i, d in enumerate(drafted) if d != chosen[i]), len(drafted))
-    assert verified == Verified(chosen[: agree + 1], agree)
-    assert accepted_length(drafted, chosen) == agree
+    target_tokens = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+    verified = first_mismatch(Proposal(mx.array([drafted], mx.int64).reshape(1, -1)), one_hot(target_tokens), GREEDY)
+    agree = next((i for i, d in enumerate(drafted) if d != target_tokens[i]), len(drafted))
+    assert verified == Verified(target_tokens[: agree + 1], agree)
+    assert accepted_length(drafted, target_tokens) == agree
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])

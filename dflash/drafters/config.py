@@ -135,8 +135,8 @@ class DFlashConfig:
 
     def rope(self, layer: int) -> dict[str, Any]:
         """The recipe of rotary positions of drafter layer ``layer``, with its ``rope_theta``."""
-        of_all = {"rope_theta": self.rope_theta} | (self.rope_scaling or {})
-        return (self.rope_parameters or {}).get(self.layer_types[layer], of_all)
+        own = (self.rope_parameters or {}).get(self.layer_types[layer], self.rope_scaling)
+        return {"rope_theta": self.rope_theta} | (own or {})
 
     def causal_in_block(self, layer: int) -> bool:
         """Whether only earlier positions of the block are visible to its positions, in drafter layer ``layer``."""

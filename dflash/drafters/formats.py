@@ -193,13 +193,8 @@ def _layers(values: Values) -> None:
         first = 28 if first is None else first  # transformers' default for Qwen3
         values["layer_types"] = [SLIDING if i >= first else FULL for i in range(layers)]
     types = values.get("layer_types")
-    if (
-        isinstance(types, list)
-        and isinstance(layers, int)
-        and len(types) > layers > 0
-        and len(set(map(str, types))) == 1
-    ):
-        values["layer_types"] = types[:layers]  # one type for all: a copy of the target's list
+    if isinstance(types, list) and isinstance(layers, int) and types == types[:1] * len(types):
+        values["layer_types"] = types[:layers]  # one type for all layers: perhaps a copy of the target's list
 
 
 def _refuse_unknown_inside(inner: Values, known: Collection[str]) -> None:

@@ -456,3 +456,32 @@ def test_a_drafter_on_another_target_of_the_same_shape_gets_a_warning(caplog):
         drafter.bind(target(1))
     assert "another target of the same shape" in caplog.text
     assert len(target().adapter.layers) == LAYERS
+
+
+def test_packagings_mix(tmp_path):
+    """Speculators, prefixed, packed, in two files, with a reduced vocabulary, biases and a rope by layer type."""
+    meaning = {"attention_bias": True, "intermediate_size": 64, "head_dim": 16, "layer_types": (SLIDING, FULL)}
+    config, weights = plain(**meaning, sliding_window=5, rope_parameters=BY_TYPE)
+    packed_config, packed = reduced(config, weights, head=True, tables="d2t and t2d")
+    packed_config |= {"sliding_window": 5}
+    dense = dict(packed)
+    for name in [name for name, w in weights.items() if w.ndim == 2]:
+        parts = mx.quantize(packed[name], group_size=32, bits=8)
+        dense[name] = mx.dequantize(*parts, group_size=32, bits=8)
+        layer = name.removesuffix(".weight")
+        packed |= dict(zip((name, f"{layer}.scales", f"{layer}.biases"), parts, strict=True))
+    packed = renamed(with_copies(dense) | packed, lambda name: f"model.{name}")
+    files = {f"model-0000{i}-of-00002.safetensors": sorted(packed)[i - 1 :: 2] for i in (1, 2)}
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for file, names in files.items():
+        mx.save_safetensors(str(folder / file), {name: packed[name] for name in names})
+    index = {"weight_map": {name: file for file, names in files.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    quantization = {"quantization": {"group_size": 32, "bits": 8, "model.lm_head": False}}
+    (folder / "config.json").write_text(json.dumps(packed_config | quantization | NOISE | quantization))
+
+    drafts = logits(folder)
+    np.testing.assert_allclose(drafts, logits(write(tmp_path / "plain", packed_config, dense)), atol=1e-3, rtol=1e-4)
+    save_drafter(load_drafter(folder), tmp_path / "again", dtype=mx.float32)
+    np.testing.assert_array_equal(logits(tmp_path / "again"), drafts)

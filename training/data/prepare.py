@@ -158,8 +158,10 @@ def _write_shards(plan: Plan, target: LoadedTargetModel, settings: PrepareSettin
         for shard in plan.shards(settings.shard_size)
         if not (shard_path(folder, shard[0]).exists() and text_path(folder, shard[0]).exists())
     ]
-    if any(row.loss_mask is None for _, _, rows in work for row in rows):
+    unanswered = sum(row.loss_mask is None for _, _, rows in work for row in rows)
+    if unanswered:
         require_batches(target)
+        logger.info("The target writes %d responses of up to %d tokens each.", unanswered, settings.max_tokens)
     total, left = len(plan.rows), sum(len(rows) for _, _, rows in work)
     if left < total:
         logger.info("%d of %d sequences are in %s already.", total - left, total, folder)

@@ -53,8 +53,12 @@ def test_a_response_ends_with_its_stop_token_or_is_counted_as_cut(target, tmp_pa
     assert (written[~ends] == 5).all()
     assert (written >= 2).all()  # a response of nothing but its end is left out, and counted
     assert manifest["dropped"]["no_response"] == 40 - len(made) > 0
-    reasons = [row.text["finish_reason"] for row in read_dataset(tmp_path)]
-    assert reasons == ["stop" if end else "length" for end in ends]
+    told = [(row.text["messages"][-1]["content"], row.text["finish_reason"]) for row in read_dataset(tmp_path)]
+    expected = []
+    for start, count, length, ended in zip(made.starts, written, made.lengths, ends, strict=True):
+        response = made.tokens[start + length - count : start + length - ended]  # without its stop token
+        expected.append((byte_tokenizer().decode(response), "stop" if ended else "length"))
+    assert told == expected
 
 
 def test_what_is_given_is_used_and_what_is_missing_is_written(target, tmp_path):

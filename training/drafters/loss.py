@@ -60,8 +60,8 @@ def drafter_loss(
 
     Raises ``ValueError`` for such an objective without what it needs.
     """
-    asked = _Asked.of(model, batch, objective, head, dtype, attention, grad_checkpoint)
-    return mean_in_chunks(asked.losses, asked.hidden_TE, asked.others, asked.weights_T, objective.chunk)
+    blocks = _BlockPredictions.of(model, batch, objective, head, dtype, attention, grad_checkpoint)
+    return mean_in_chunks(blocks.losses, blocks.hidden_TE, blocks.others, blocks.weights_T, objective.chunk)
 
 
 @dataclass
@@ -103,11 +103,11 @@ def score(
 ) -> Scores:
     """Loss and accuracy by position of one batch, without gradients; as :func:`drafter_loss` otherwise."""
     own = tree_map(lambda weight: weight, model.trainable_parameters())
-    asked = _Asked.of(model, batch, objective, head, dtype)
+    blocks = _BlockPredictions.of(model, batch, objective, head, dtype)
     loss, (right, counts) = 0.0, np.zeros((2, model.block_size - 1), dtype=np.int64)
-    for rows in asked.chunks(objective.chunk):
+    for rows in blocks.chunks(objective.chunk):
         hidden_CE, weights_C, *others = rows
-        predictions = asked.predictions(hidden_CE, *others)
+        predictions = blocks.predictions(hidden_CE, *others)
         losses = (objective.losses(predictions) * weights_C).sum()
         hit = mx.argmax(predictions.logits_TV, axis=-1) == predictions.tokens_T
         loss += cast(float, losses.item())
@@ -115,11 +115,11 @@ def score(
         counts += np.bincount(positions, minlength=len(counts))
         right += np.bincount(positions[np.array(hit)], minlength=len(right))
     model.update(own)
-    return Scores(loss, cast(float, asked.weights_T.sum().item()), counts, right)
+    return Scores(loss, cast(float, blocks.weights_T.sum().item()), counts, right)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _BlockPredictions:
     """The predictions of a batch that count: their hidden states, weights, and what they should be.
 
     ``others`` are their tokens and positions ``[T]``, and the target's hidden states ``[T, E]`` where needed.
@@ -142,7 +142,7 @@ class _Asked:
         dtype: mx.Dtype | None,
         attention: BlockAttention = block_attention,
         grad_checkpoint: bool = False,
-    ) -> "_Asked":
+    ) -> "_BlockPredictions":
         if objective.needs_target_logits and (head is None or batch.target_hidden is None):
             missing = "head" if head is None else "final hidden states"
             raise ValueError(f"The objective {objective.kind!r} needs the target's {missing}.")

@@ -1,13 +1,17 @@
 """Objectives: what they score, in which precision, which are refused, and one of a plug-in's."""
 
+import json
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from support.cli import assert_one_error, invoke
 from support.dense_loss import VOCAB, dense_logits, drafter, pack_of_three, padded
+from support.runs import write_recipe
 
+from dflash import load_drafter
 from dflash.training.drafters.loss import drafter_loss, score
 from dflash.training.drafters.objectives import (
     OBJECTIVES,
@@ -72,10 +76,38 @@ def test_an_objective_of_a_plug_in_trains_by_its_name_and_options():
         ObjectiveSettings("first_only")
 
 
+PLUGIN = """
+from dflash.training import register_objective
+
+@register_objective("doubled", needs_target_logits=True)
+def doubled(predictions, factor=2.0):
+    best = predictions.target_logits_TV.max(-1) - predictions.logits_TV.max(-1)
+    return factor * best ** 2
+"""
+
+
+def test_a_recipe_trains_with_the_objective_of_a_plug_in_file(folder, tmp_path):
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    write_recipe(folder)
+    sets = [
+        f"run.folder={tmp_path / 'run'}",
+        "run.steps=2",
+        "objective.kind=doubled",
+        "objective.options={factor: 3.0}",
+    ]
+    options = [option for value in sets for option in ("--set", value)]
+    assert_one_error(invoke("train", folder / "recipe.yaml", *options), "objective: kind is 'doubled'; known are")
+    answer = invoke("--plugin", tmp_path / "mine.py", "train", folder / "recipe.yaml", *options)
+    assert answer.exit_code == 0, answer.stderr
+    recorded = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["objective"]
+    assert (recorded["kind"], recorded["options"]) == ("doubled", {"factor": 3})
+    assert load_drafter(tmp_path / "run" / "drafter").block_size == 4
+
+
 @pytest.fixture(autouse=True)
 def forget_the_objectives_of_this_test():
     yield
-    for name in ("records", "first_only"):
+    for name in ("records", "first_only", "doubled"):
         OBJECTIVES._known.pop(name, None)
 
 

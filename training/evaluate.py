@@ -118,13 +118,16 @@ def heldout_batches(
 ) -> list[Callable[[], Batch]]:
     """The batches of heldout ``sequences``, in fixed order with fixed anchors; the target reads each when it is called.
 
-    There is none, with a logged reason, where no sequence can be scored.
+    A cache of features holds the training split alone, so it is of no use here. There is no batch, with a logged
+    reason, where no sequence can be scored.
     """
     try:
         batches = Batches(sequences, data, epochs=1)
     except TrainingError as error:
         logger.warning("There will be no heldout loss: %s", error)
         return []
+    if data.cached_features is not None:
+        logger.info("The heldout loss runs the target: %s holds the training split only.", data.cached_features)
     read = with_target_pass(batches, target, layer_ids, with_hidden)
     return [partial(read, number) for number in range(len(batches))]
 

@@ -1,5 +1,7 @@
 """Acceptance by decoding, over all and by position; loss and accuracy of heldout sequences without decoding."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
@@ -68,6 +70,11 @@ def test_heldout_sequences_that_cannot_be_scored_are_a_logged_reason(folder, cap
     target, values = dflash.load_target(folder / "target"), recipe(folder, "x")
     sequences = Sequences.from_lists([[65]], [[66]])
     assert evaluate.heldout_batches(sequences, values.data, target, (0, 2), False) == []
+    cached = replace(values.data, cached_features=folder / "features")
+    with caplog.at_level("INFO", logger="dflash"):
+        heldout = open_dataset(folder / "data", "heldout", target)
+        assert len(evaluate.heldout_batches(heldout, cached, target, (0, 2), False)) == 1
+    assert "The heldout loss runs the target" in caplog.text
     assert "There will be no heldout loss: None of the 1 sequences can be trained on" in caplog.text
     nothing = evaluate.heldout_scores(new_drafter(values.drafter, target), [], values.objective, target.head)
     assert nothing.results() == {"heldout_loss": None, "heldout_accuracy": [0.0] * 3}

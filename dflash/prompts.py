@@ -44,6 +44,12 @@ class Conversation:
         last = max(i for i, message in enumerate(self.messages) if message["role"] != "assistant")
         return Conversation(self.messages[: last + 1], self.where, self.extra)
 
+    def with_system(self, text: str) -> "Conversation":
+        """The same with ``text`` as its system prompt, unless it has one."""
+        if self.messages[0]["role"] in ("system", "developer"):
+            return self
+        return Conversation(({"role": "system", "content": text}, *self.messages), self.where, self.extra)
+
     @property
     def opening(self) -> tuple[dict[str, str], ...]:
         """The messages before the first response."""

@@ -16,6 +16,7 @@ from .options import (
     Chat,
     Limit,
     RunSeed,
+    System,
     Target,
     Temp,
     Template,
@@ -75,6 +76,7 @@ def prepare(
     heldout_percent: HeldoutPercent = None,
     heldout_at_least: HeldoutAtLeast = None,
     chat: Chat = True,
+    system: System = None,
     chat_template_config: TemplateConfig = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -103,6 +105,8 @@ def prepare(
     heldout = _rule(heldout_percent, heldout_at_least)
     out = _one_folder(folder, output)
     conversations = read_conversations(data, split=split, subset=subset, template=template, limit=limit)
+    if system is not None:
+        conversations = [conversation.with_system(system) for conversation in conversations]
     hub = {"split": split, "subset": subset, "template": template}
     source = Path(data).name if Path(data).exists() else f"{data} {json.dumps(hub)}"
     _prepare(conversations, _load(target, trust_remote_code), settings, out, source, heldout)

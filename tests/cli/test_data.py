@@ -51,6 +51,14 @@ def test_every_option_reaches_the_dataset(target_folder, tmp_path):
     assert manifest["heldout"] == {"percent": 8, "at_least": 0}
 
 
+def test_a_system_prompt_is_put_before_conversations_that_have_none(target_folder, tmp_path):
+    own = [{"role": "system", "content": "Own."}, {"role": "user", "content": "b"}]
+    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}', json.dumps({"messages": own}))
+    assert invoke_prepare(data, tmp_path, target_folder, "--max-tokens", "3", "--system", "Be brief.").exit_code == 0
+    lines = (tmp_path / "made/shards/000000.jsonl").read_text().splitlines()
+    assert [json.loads(line)["messages"][0]["content"] for line in lines] == ["Be brief.", "Own."]
+
+
 def test_a_dataset_is_shown_split_anew_and_exported(target_folder, target, tmp_path):
     data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"q": f"Say {i}", "answer": i}) for i in range(12)))
     made = tmp_path / "made"

@@ -91,24 +91,6 @@ def encode_draft(
     return draft if len(draft) else None
 
 
-def request_tokens(
-    conversations: Sequence[Conversation], target: LoadedTargetModel, chat: bool, switches: dict[str, Any], room: int
-) -> list[list[int]]:
-    """Token ids of each conversation without its last response, each leaving room for ``room`` more tokens.
-
-    Raises :class:`~dflash.errors.DataError`, naming the line, for a conversation that is too long for the target,
-    and as :func:`encode` does.
-    """
-    rows = [encode(conversation.unanswered(), target, chat, switches).tokens.tolist() for conversation in conversations]
-    for row, conversation in zip(rows, conversations, strict=True):
-        if target.max_length is not None and len(row) + room > target.max_length:
-            raise DataError(
-                f"{conversation.where}: {len(row)} prompt tokens and {room} new ones exceed the target's limit of "
-                f"{target.max_length}; leave this prompt out, or ask for fewer tokens."
-            )
-    return rows
-
-
 def _templated(conversation: Conversation, target: LoadedTargetModel, switches: dict[str, Any]) -> Row:
     tokenizer, messages = target.tokenizer, conversation.messages
     if not conversation.answered:

@@ -10,7 +10,8 @@ from support.models import STOP, byte_tokenizer, qwen3_model
 from dflash import LoadedTargetModel
 from dflash.errors import DataError
 from dflash.prompts import Conversation
-from dflash.training.data.chat import encode, request_tokens, response_spans
+from dflash.request import prompt_tokens
+from dflash.training.data.chat import encode, response_spans
 
 
 def responses_of(conversation: Conversation, target: LoadedTargetModel, chat: bool = True, **switches) -> list[str]:
@@ -136,12 +137,14 @@ def test_spans_are_found_whatever_stands_around_them():
     assert response_spans(render, talk, "b|ab|ab|b|") == [(2, 4), (8, 10)]
 
 
-def test_requests_are_the_tokens_that_decoding_begins_from(target):
-    talks = [turns("one"), turns("one", "two"), turns("one", "two", "three")]
-    rows = request_tokens(talks, target, True, {}, 5)
-    assert rows[0] == rows[1] == target.build_prompt("one")
-    assert rows[2] == target.adapter.chat_tokens(target.tokenizer, list(talks[2].messages))
-    assert request_tokens(talks[:1], target, False, {}, 5) == [target.build_prompt("one", chat=False)]
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_unanswered_prompt_is_what_decoding_begins_from(target, chat):
+    for talk in (turns("one"), turns("one", "two")):
+        row = encode(talk.unanswered(), target, chat, {})
+        assert row.tokens.tolist() == prompt_tokens(target, "one", chat=chat)
+    if chat:
+        talk = turns("one", "two", "three")
+        assert encode(talk, target, True, {}).tokens.tolist() == prompt_tokens(target, list(talk.messages))
 
 
 @pytest.mark.parametrize("chat", [True, False])

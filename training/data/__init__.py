@@ -1,5 +1,6 @@
 """Stage 1: conversations become token shards.
 
-In order: ``chat`` (a conversation as tokens), ``responses`` (what the target answers), ``prepare`` (the stage),
-``dataset`` (the files it leaves), ``sequences`` (their rows in memory).
+In order: ``chat`` (a conversation as tokens), ``plan`` (which ones are used), ``responses`` (what the target writes),
+``prepare`` (the stage), ``dataset`` (the files it leaves), ``split`` (which of them are held out), ``sequences`` (their
+rows in memory). ``text`` reads a dataset as people do; ``mask_token`` finds a token that none of it uses.
 """

@@ -6,6 +6,7 @@ Importing this module must come before the first ``import mlx.core`` of the proc
 Linux bundles the reference BLAS, and a faster one takes its place only if its symbols are loaded first.
 """
 
+import atexit
 import ctypes
 import importlib.metadata
 import logging
@@ -49,6 +50,13 @@ def preload_blas() -> str:
                 continue
             return str(library)
     return "MLX's own (slow; install dflash-research[cpu] for a faster one)"
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Let MLX finish with threads that have just ended, or the process may abort while it exits (MLX 0.32)."""
+    if (core := sys.modules.get("mlx.core")) is not None:
+        core.synchronize()
 
 
 def require_mlx() -> None:

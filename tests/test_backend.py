@@ -53,3 +53,16 @@ def test_blas_says_so_when_mlx_came_first() -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     if sys.platform == "linux":
         assert "before dflash" in run.stdout
+
+
+def test_a_thread_that_used_mlx_does_not_abort_the_process_at_its_exit():
+    code = """if True:
+        import threading
+        import dflash, mlx.core as mx
+        thread = threading.Thread(target=lambda: mx.random.state)
+        thread.start()
+        thread.join()
+    """
+    for _ in range(3):  # without the wait, most of them abort
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ Knows the field names of the format and their defaults. Must not know weights, t
 """
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -192,12 +193,13 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # What a value must be before anything is computed from it; the counts are checked by `_require_positive`.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "mask_token_id": ("a whole number", _is_whole),
+    "num_target_layers": ("a positive whole number or null", lambda v: v is None or (_is_whole(v) and v > 0)),
     "head_dim": ("a positive whole number", lambda v: _is_whole(v) and v >= 0),  # 0: hidden_size over heads
     "target_layer_ids": ("a list of layer numbers", lambda v: isinstance(v, list | tuple) and all(map(_is_whole, v))),
     "layer_types": ("a list of names", lambda v: isinstance(v, list | tuple) and all(isinstance(x, str) for x in v)),

@@ -110,10 +110,11 @@ def _anchor(values: Values, architectures: list[str], speculators: Mapping[str, 
     """Whether the anchor's position predicts the first draft: explicit, or by packaging."""
     if "dspark" in algorithms or "dflash" in algorithms:  # vLLM's speculators
         values.setdefault("block_size", 8)
-        methods = speculators.get("proposal_methods") or [{}]
-        drafts = methods[0].get("speculative_tokens") if isinstance(methods[0], dict) else None
-        if drafts is not None and values["block_size"] is not None:
-            values["sample_from_anchor"] = drafts >= values["block_size"]
+        methods = speculators.get("proposal_methods")
+        first = methods[0] if isinstance(methods, list) and methods else None
+        drafts, width = first.get("speculative_tokens") if isinstance(first, dict) else None, values["block_size"]
+        if isinstance(drafts, int) and isinstance(width, int):
+            values["sample_from_anchor"] = drafts >= width
         elif values.get("sample_from_anchor") is None:
             values["sample_from_anchor"] = "dspark" in algorithms
     elif values.get("sample_from_anchor") is None:
@@ -238,7 +239,8 @@ def _given(recipe: Mapping[str, Any]) -> Values:
 
 
 def _names(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [str(name) for name in value or ()]
+    names = [value] if isinstance(value, str) else value
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _whole(name: str, value: Any) -> Any:

@@ -67,8 +67,9 @@ def kind_in(config: Mapping[str, Any]) -> str:
                 "Import the module that registers it, or name it with --plugin."
             )
         return str(explicit)
-    architectures = config.get("architectures") or ()
-    names = [config.get("model_type"), *([architectures] if isinstance(architectures, str) else architectures)]
+    architectures = config.get("architectures")
+    named = [architectures] if isinstance(architectures, str) else architectures
+    names = [config.get("model_type"), *(named if isinstance(named, list) else ())]
     return next((name for name in names if isinstance(name, str) and name in known), DEFAULT)
 
 

@@ -45,7 +45,7 @@ def build_rope(head_dim: int, parameters: Parameters, max_positions: int, tradit
         return _RECIPES[kind](head_dim, parameters, max_positions, traditional)
     except KeyError as error:
         raise CheckpointError(f"config.json: rope_type {kind!r} needs {error.args[0]!r}.") from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"config.json: rope_type {kind!r} cannot use {dict(parameters)}: {error}.") from error
 
 
@@ -104,7 +104,7 @@ def _number(parameters: Parameters, name: str, default: float | None = None) -> 
         return default
     if value is None:
         raise KeyError(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a positive number, got {value!r}")
     return float(value)
 

@@ -180,6 +180,9 @@ BAD = {
     "other activation": (PUBLISHED | {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "not supported"]),
     "dflash_config a list": (PUBLISHED | {"dflash_config": [1]}, ["dflash_config"]),
     "rope_parameters a list": (PUBLISHED | {"rope_parameters": [1]}, ["rope_parameters"]),
+    "target's layers a text": (PUBLISHED | {"num_target_layers": "36"}, ["num_target_layers", "'36'"]),
+    "scale not a number": (nested(input_embedding_scale=float("nan")), ["input_embedding_scale", "nan"]),
+    "theta infinite": (PUBLISHED | {"rope_theta": float("inf")}, ["rope_theta", "inf"]),
     "is_causal a word": (PUBLISHED | {"is_causal": "yes"}, ["is_causal", "'yes'"]),
 }
 

@@ -28,6 +28,11 @@ class Call:
     output: Any = None
 
     @property
+    def callers(self) -> list["Call"]:
+        """The calls within which this one was made."""
+        return [] if self.parent is None else [self.parent, *self.parent.callers]
+
+    @property
     def values(self) -> list[Any]:
         """All arguments, positional ones first."""
         return [*self.args, *self.kwargs.values()]

@@ -55,7 +55,10 @@ class Trial:
     @cached_property
     def one(self) -> Pass:
         """The model's own pass over random tokens."""
-        return Pass(self.target.model, self.tokens(LENGTH, self.seed))
+        try:
+            return Pass(self.target.model, self.tokens(LENGTH, self.seed))
+        except Exception as error:  # mlx-lm's own code, or a stranger's
+            raise Mismatch(f"the model's own pass raises {type(error).__name__}: {error}") from error
 
     @cached_property
     def other(self) -> Pass:
@@ -156,12 +159,13 @@ def _embeddings(trial: Trial) -> None:
 
 
 def _looked_up(trial: Trial, shape: tuple[int, ...]) -> list[mx.array]:
-    """What modules that were called with token ids returned before the first layer ran, ``[B, L, E]`` each."""
+    """What modules that were called with token ids had returned when the first layer ran, ``[B, L, E]`` each."""
     first = trial.one.first_call(trial.target.adapter.layers)
-    before = trial.one.calls[: trial.one.calls.index(first)] if first is not None else []
-    return [
-        c.output for c in before if c.tokens is not None and isinstance(c.output, mx.array) and c.output.shape == shape
-    ]
+    if first is None:
+        return []
+    before = trial.one.calls[: trial.one.calls.index(first)]
+    returned = [c for c in before if c.tokens is not None and c not in first.callers]
+    return [c.output for c in returned if isinstance(c.output, mx.array) and c.output.shape == shape]
 
 
 def _layers(trial: Trial) -> None:

@@ -52,12 +52,11 @@ def row(name: str) -> str:
         return f"| {name} | | | not built: {type(error).__name__}: {' '.join(str(error).split())} |\n"
     report = check(model, ROUNDS)
     reason = report.failure.partition("does not fit: ")[2] or report.failure
+    reason = reason.removesuffix("Write an adapter with dflash.adapters.register_adapter.").rstrip(" .")
     reason = re.sub(r"differs by \d\.\d(e-\d+)", r"differs by more than 1\1", reason)  # digits vary between runs
     cause = f"; cause: {CAUSES[name]}" if name in CAUSES else ""
     verdict = "pass" if report.passed else f"fail: {reason}{cause}"
-    return f"| {name} | {report.adapter} | {report.cache_kinds} | {verdict} |\n".replace(
-        " Write an adapter with dflash.adapters.register_adapter.", ""
-    )
+    return f"| {name} | {report.adapter} | {report.cache_kinds} | {verdict} |\n"
 
 
 @pytest.mark.architectures

@@ -137,6 +137,11 @@ class ShiftedRows(Right):
         return self.embedding(tokens + 1)
 
 
+class FinalHiddenAsRows(Right):
+    def embed(self, tokens):
+        return self.backbone(tokens)
+
+
 class ScorerAsTable(Right):
     def embed(self, tokens):
         return self.model.scorer.weight[tokens]
@@ -241,6 +246,7 @@ BROKEN = {
     ScaledRowsAndNoScale: r"embed\(\) returns the table's rows times 3",
     ZeroRows: r"embed\(\) does not return the rows of the table",
     ShiftedRows: r"embed\(\) does not return the rows of the table",
+    FinalHiddenAsRows: r"embed\(\) does not return the rows of the table",
     ScorerAsTable: r"embed\(\) does not return the rows of the table",
     ScorerAsEmbedding: r"embed\(\) does not return the rows of the table",
     SmallVocabulary: "vocab_size is 50, the embedding table has 97 rows",

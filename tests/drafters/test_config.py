@@ -1,6 +1,7 @@
 """``config.json``, as published: what parses, what is refused, and with which words."""
 
 import json
+import logging
 
 import pytest
 from hypothesis import given
@@ -197,3 +198,9 @@ def test_a_bad_config_is_refused_in_one_telling_line(name):
     for word in words:
         assert word in message, message
     assert isinstance(error.value, DFlashError)
+
+
+def test_layer_ids_that_are_assumed_are_named(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert draft_config(target_layer_ids=(), num_target_layers=28, num_hidden_layers=2).target_layer_ids == (1, 25)
+    assert "[1, 25]" in caplog.text

@@ -4,6 +4,7 @@ Random drafters are rarely right, so vocabularies are tiny here: a draft is righ
 for blocks of many lengths, and each test checks that they occurred.
 """
 
+import logging
 from dataclasses import asdict
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from support.models import HIDDEN, qwen3_model, random_drafter
 
 from dflash import DFlashConfig, DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.adapters.conformance import small_models
+from dflash.target.identity import target_fingerprint
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA3 = {
@@ -176,3 +178,14 @@ def test_a_soft_cap_that_the_targets_head_has_is_not_applied_twice(cap):
     hidden = 3 * mx.random.normal((1, 4, target.hidden_size), key=mx.random.key(0))
     raw = np.array(target.adapter.embedding.as_linear(hidden))
     np.testing.assert_allclose(np.array(drafter.head(hidden)), 5 * np.tanh(raw / 5), rtol=1e-4, atol=1e-4)
+
+
+def test_a_drafter_on_another_target_of_the_same_shape_gets_a_warning(caplog):
+    mine, other = (LoadedTargetModel(qwen3_model(seed, 24)) for seed in (0, 1))
+    drafter = random_drafter(3, 24, target_fingerprint=target_fingerprint(mine))
+    with caplog.at_level(logging.WARNING):
+        drafter.bind(mine)
+        random_drafter(3, 24).bind(other)
+        assert caplog.messages == []
+        drafter.bind(other)
+    assert "another target of the same shape" in caplog.text

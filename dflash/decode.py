@@ -105,6 +105,8 @@ def decode_block(
     if length > 0:
         raw = drafter.propose(state.anchor, length, state.draft_cache)
         proposal = Proposal(proposed_tokens(drafter, raw, length), raw.logits)
+        if hasattr(verify, "draft"):
+            proposal = verify.draft(proposal, sampler)
         # Ids are checked once they are known; until then none may read past the embedding's rows.
         drafts = mx.clip(proposal.tokens, 0, target.vocab_size - 1).astype(inputs.dtype)
         mx.async_eval(proposal.tokens, drafts)

@@ -11,11 +11,12 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_logits_processors
 
+from . import speculative as _registers_its_rule  # noqa: F401
 from .errors import GenerationError, did_you_mean, one_line
 from .registry import Registry
-from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, LogitsProcessor, Sampler, by_position
+from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler, by_position
 from .target import LoadedTargetModel
 from .verify import VERIFY_RULES, VerifyRule
 
@@ -45,7 +46,8 @@ class DecodeOptions:
         logits_processors: Applied to the target's logits in order: mlx-lm's, one's own, or registered names.
         repetition_penalty: mlx-lm's penalty on tokens that occurred, applied before ``logits_processors``.
         repetition_context_size: The penalty looks at this many last tokens.
-        verify: The verification rule, or the name of a registered one.
+        verify: The verification rule, or the name of a registered one: ``"first_mismatch"`` or
+            ``"speculative_sampling"``, both exact, or one's own.
         stop_strings: The text ends before the first of these; matched across token boundaries.
         stop_token_ids: Tokens that end the answer; ``None``: the target's own.
         max_kv_size: Bound the target's caches to this many tokens, the first four always kept.
@@ -101,7 +103,7 @@ class DecodeOptions:
             return by_position(_found(SAMPLERS, self.sampler))
         if self.temp < GREEDY_BELOW:
             return GREEDY
-        return make_sampler(self.temp, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k)
+        return DrawingSampler(self.temp, self.top_p, self.min_p, self.top_k)
 
     def build_processors(self) -> list[LogitsProcessor]:
         """The logits processors asked for, in order."""

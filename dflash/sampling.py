@@ -7,10 +7,11 @@ Shapes: L positions of a block, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, categorical_sampling, greedy_sampler
 
 from .registry import Registry
 
@@ -42,6 +43,35 @@ def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsPr
     ``[1, V]`` there, as plain mlx-lm calls it. Like a sampler, it must keep no state.
     """
     return LOGITS_PROCESSORS.register(name)
+
+
+@dataclass(frozen=True)
+class DrawingSampler:
+    """Draws at a temperature above 0 as ``mlx_lm.sample_utils.make_sampler`` does, and knows what it draws from."""
+
+    temp: float
+    top_p: float = 0.0
+    min_p: float = 0.0
+    top_k: int = 0
+
+    def __call__(self, logprobs_NV: mx.array) -> mx.array:
+        """Tokens ``[N]``, each drawn from its row of log-probabilities."""
+        return categorical_sampling(self._filtered(logprobs_NV), self.temp)
+
+    def log_distribution(self, logits_NV: mx.array) -> mx.array:
+        """Log-probabilities ``[N, V]``, in float32, of the tokens drawn where the logits are ``logits_NV``."""
+        with restored_on_error():
+            kept_NV = self._filtered(logits_NV - mx.logsumexp(logits_NV, axis=-1, keepdims=True))
+        scaled_NV = kept_NV.astype(mx.float32) * (1.0 / self.temp)
+        return scaled_NV - mx.logsumexp(scaled_NV, axis=-1, keepdims=True)
+
+    def _filtered(self, logprobs_NV: mx.array) -> mx.array:
+        """Minus infinity for the tokens that are out of the question, in mlx-lm's order."""
+        if 0 < self.top_p < 1:
+            logprobs_NV = apply_top_p(logprobs_NV, self.top_p)
+        if self.min_p > 0:
+            logprobs_NV = apply_min_p(logprobs_NV, self.min_p)
+        return apply_top_k(logprobs_NV, self.top_k) if self.top_k > 0 else logprobs_NV
 
 
 def by_position(sampler: Sampler) -> Sampler:

@@ -35,7 +35,8 @@ VerifyRule = Callable[[Proposal, mx.array, Sampler], Verified]
 
 ``proposal.tokens`` is ``[1, L - 1]`` (``L`` may be 1); row ``i`` of ``logits_LV`` holds the target's logits after
 the anchor and ``i`` drafts, with the logits processors already applied. The arrays are lazy: a rule evaluates
-what it needs once, because each evaluation is one wait for the device.
+what it needs once, because each evaluation is one wait for the device. A rule that has an attribute
+``draft(proposal, sampler) -> Proposal`` may exchange the drafts before the target's pass.
 """
 
 VERIFY_RULES: Registry[VerifyRule] = Registry("verification rule", "dflash.verify")
@@ -44,7 +45,7 @@ VERIFY_RULES: Registry[VerifyRule] = Registry("verification rule", "dflash.verif
 def register_verify(name: str) -> Callable[[VerifyRule], VerifyRule]:
     """Decorator: make a :data:`VerifyRule` known as ``name``, for ``decoder.generate(..., verify=name)``.
 
-    Only the rules that ship with this package promise the target's own text.
+    A rule of one's own decides what text comes out; the rules of this package keep the target's.
     """
     return VERIFY_RULES.register(name)
 

@@ -29,6 +29,9 @@ from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Proposal
 from dflash.decode import DecodeState, decode, decode_block, prefill
 from dflash.drafters.dflash import ContextCache
 from dflash.drafters.protocol import Drafter
+from dflash.sampling import DrawingSampler
+from dflash.speculative import speculative_sampling
+from dflash.verify import first_mismatch
 
 VOCAB = 32
 GREEDY = make_sampler(temp=0.0)
@@ -253,22 +256,30 @@ def chi_square_limit(freedom: int) -> float:
     return freedom * (1 - spread + 3.719 * spread**0.5) ** 3
 
 
-def sampled_triples(loaded, drafter, prompt: list[int], temperature: float, draws: int) -> Counter:
-    sampler, counts = make_sampler(temp=temperature), Counter()
+def sampled_triples(loaded, drafter, prompt: list[int], temperature: float, draws: int, rule) -> Counter:
+    sampler, counts = DrawingSampler(temperature), Counter()
     for _ in range(draws):
         state = prefill(loaded, drafter, prompt, sampler)
         while len(state.tokens) < len(prompt) + 3:
-            decode_block(loaded, drafter, state, 2, sampler)
+            decode_block(loaded, drafter, state, 2, sampler, rule)
         counts[tuple(state.tokens[len(prompt) :][:3])] += 1
     return counts
 
 
-@pytest.mark.parametrize(("temperature", "right", "real"), [(1.0, 0.7, False), (0.6, 1.0, False), (1.0, 0.0, True)])
-def test_sampled_tokens_are_distributed_as_the_target_samples(temperature, right, real):
+@pytest.mark.parametrize(
+    ("temperature", "right", "real", "rule"),
+    [
+        (0.6, 0.8, False, first_mismatch),
+        (1.0, 0.0, True, first_mismatch),
+        (0.6, 0.8, False, speculative_sampling),
+        (1.0, 0.0, True, speculative_sampling),
+    ],
+)
+def test_sampled_tokens_are_distributed_as_the_target_samples(temperature, right, real, rule):
     """Right with probability ``right`` against the greedy text: drafts that favour some outcomes must not show."""
     loaded = LoadedTargetModel(qwen3_model(2, FEW, layers=1, tied=False))
     loaded.model.lm_head.weight = loaded.model.lm_head.weight * 0.4 * temperature  # no token is out of reach
-    prompt, draws = [1, 4], 900
+    prompt, draws = [1, 4], 400
     probabilities = exact_probabilities(loaded, prompt, temperature)
     assert sum(probabilities.values()) == pytest.approx(1, abs=1e-5)
     expected, _ = plain_greedy(loaded.model, prompt, 8)
@@ -278,7 +289,7 @@ def test_sampled_tokens_are_distributed_as_the_target_samples(temperature, right
     else:
         drafter = ScriptedDrafter(prompt + expected, FEW, right)
     mx.random.seed(11)
-    counts = sampled_triples(loaded, drafter, prompt, temperature, draws)
+    counts = sampled_triples(loaded, drafter, prompt, temperature, draws, rule)
     statistic, freedom = chi_square(counts, probabilities, draws)
     assert freedom >= 10, "the target is too certain for this to be a test of sampling"
     assert statistic < chi_square_limit(freedom)

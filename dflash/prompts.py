@@ -132,6 +132,8 @@ def _parse(line: bytes, where: str) -> Any:
         ) from error
     except RecursionError as error:
         raise DataError(f"{where} is nested too deeply to read; expected {_FORMS}.") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{where} cannot be read: {one_line(error)}; expected {_FORMS}.") from error
 
 
 def _hub_rows(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
@@ -153,7 +155,7 @@ def _hub_rows(name: str, split: str, subset: str | None) -> Iterator[tuple[str, 
 def conversation(row: Any, where: str, template: str | None = None) -> Conversation:
     """One line as a conversation. Raises :class:`~dflash.errors.DataError`, naming ``where``."""
     if not isinstance(row, dict):
-        raise DataError(f"{where} is a {type(row).__name__}, not an object; expected {_FORMS}.")
+        raise DataError(f"{where} must hold an object, not a {type(row).__name__}; expected {_FORMS}.")
     if template is not None:
         messages: Any = _exchange(row | {"prompt": _filled(template, row, where)}, where)
     elif "messages" in row:

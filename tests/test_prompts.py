@@ -70,8 +70,8 @@ def user(text: object) -> str:
 BAD_LINES = {
     "broken": ('{"prompt": "x"', r"line 3 is not valid JSON \(Expecting ',' delimiter, character 15\)"),
     "utf8": (b'{"prompt": "\xff"}', "line 3: byte 13 is not UTF-8"),
-    "list": ("[1]", "line 3 is a list, not an object"),
-    "number": ("7", "line 3 is a int, not an object"),
+    "list": ("[1]", "line 3 must hold an object, not a list"),
+    "number": ("7", "line 3 must hold an object, not a int"),
     "keys": (
         '{"text": "x"}',
         r"line 3 has no 'prompt' or 'messages' \(its keys: 'text'\); make .* --template",
@@ -88,6 +88,7 @@ BAD_LINES = {
     "parts": (user([{"type": "text"}]), "line 3: the text of the user must be a string"),
     "assistant first": ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 3 has no message of the user"),
     "surrogate": ('{"prompt": "\\ud800"}', "line 3: the text of the user holds half a surrogate pair"),
+    "long number": ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "line 3 cannot be read: Exceeds the limit"),
     "deep": ("[" * 100_000, "line 3 is (nested too deeply|not valid JSON)"),
 }
 

@@ -10,12 +10,8 @@ Shapes: N sequences, L length of one, T tokens of all.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
-
-from dflash.files import read_arrays, write_arrays
 
 Ints = np.ndarray
 
@@ -51,16 +47,6 @@ class Sequences:
         """The sequences for which the boolean ``kept [N]`` is true."""
         inside = np.repeat(kept, self.lengths)
         return Sequences(self.tokens[inside], self.loss_mask[inside], self.lengths[kept])
-
-    def save(self, path: Path) -> None:
-        """Write all three arrays to one safetensors file, whole or not at all."""
-        arrays = {"tokens": self.tokens, "loss_mask": self.loss_mask, "lengths": self.lengths}
-        write_arrays(path, {k: mx.array(v) for k, v in arrays.items()})
-
-    @classmethod
-    def load(cls, *paths: Path) -> "Sequences":
-        """Read the files of :meth:`save` as one set."""
-        return cls.concatenate([cls.from_arrays({k: np.array(v) for k, v in read_arrays(p)[0].items()}) for p in paths])
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, Ints]) -> "Sequences":

@@ -1,4 +1,4 @@
-"""Sequences in shards, batches and padded arrays."""
+"""Sequences: joined, selected, put into batches and padded."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,10 +15,9 @@ def test_every_sequence_is_in_one_batch_of_an_epoch(lengths, seed):
     assert all(len(rows) * max(lengths[row] for row in rows) <= 120 for rows in plan)
 
 
-def test_sequences_survive_saving(tmp_path):
+def test_joined_sequences_are_padded_on_the_right():
     sequences = Sequences.from_lists([[1, 2], [3]], [[4], [5, 6, 7]])
-    sequences.save(tmp_path / "a.safetensors")
-    both = Sequences.load(tmp_path / "a.safetensors", tmp_path / "a.safetensors")
+    both = Sequences.concatenate([sequences, sequences])
     tokens, loss_mask = pad_batch(both, np.array([2, 3]), both.starts)
     assert tokens.tolist() == [[1, 2, 4, 0], [3, 5, 6, 7]]
     assert loss_mask.tolist() == [[False, False, True, False], [False, True, True, True]]

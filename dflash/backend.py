@@ -12,6 +12,8 @@ import importlib.metadata
 import logging
 import platform
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,11 +54,19 @@ def preload_blas() -> str:
     return "MLX's own (slow; install dflash-research[cpu] for a faster one)"
 
 
-@atexit.register
-def _wait_for_threads() -> None:
-    """Let MLX finish with threads that have just ended, or the process may abort while it exits (MLX 0.32)."""
-    if (core := sys.modules.get("mlx.core")) is not None:
-        core.synchronize()
+def wait_for_this_thread() -> None:
+    """Call it in a thread that is going to use MLX: the process then gives it time to end before it exits itself.
+
+    Without, MLX 0.32 often aborts the process at its exit ("terminate called without an active exception"), because
+    a thread's own state, such as that of random numbers, is destroyed after Python has joined the thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        atexit.unregister(_let_threads_end)
+        atexit.register(_let_threads_end)
+
+
+def _let_threads_end() -> None:
+    time.sleep(0.1)
 
 
 def require_mlx() -> None:

@@ -59,7 +59,8 @@ def test_a_thread_that_used_mlx_does_not_abort_the_process_at_its_exit():
     code = """if True:
         import threading
         import dflash, mlx.core as mx
-        thread = threading.Thread(target=lambda: mx.random.state)
+        from dflash.backend import wait_for_this_thread
+        thread = threading.Thread(target=lambda: (wait_for_this_thread(), mx.random.state))
         thread.start()
         thread.join()
     """

@@ -22,7 +22,7 @@ import numpy as np
 
 from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
-from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads
+from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads, wait_for_this_thread
 from dflash.drafters.kinds import DEFAULT, KIND, kind_of
 from dflash.drafters.protocol import Drafter
 from dflash.errors import TrainingError, one_line
@@ -82,6 +82,7 @@ def train(recipe: Recipe, on_log: OnLog | None = None) -> Path:
     once the step is saved.
     """
     keep_freed_memory()
+    wait_for_this_thread()
     ranks = Ranks.of_this_run(recipe.run.peer_timeout)
     if ranks.size > 1 and on_cpu():
         set_blas_threads(1)  # processes that share a machine would fight for its cores

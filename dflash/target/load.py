@@ -13,7 +13,7 @@ import mlx_lm
 from mlx_lm.utils import load_model
 
 from ..adapters import registered_adapters
-from ..backend import to_compute_dtype
+from ..backend import to_compute_dtype, wait_for_this_thread
 from ..errors import CheckpointError, one_line
 from ..files import flat, read_json, resolve_checkpoint
 from .model import LoadedTargetModel
@@ -34,6 +34,7 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
     Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files and NaN weights, and
     :class:`~dflash.errors.IncompatibleModelsError` for an architecture without an adapter.
     """
+    wait_for_this_thread()
     registered_adapters()  # a package may bring the architecture itself along with its adapter
     path = resolve_checkpoint(path_or_hub_name)
     read_json(path / "config.json")  # its errors name the file

@@ -39,6 +39,7 @@ def load_drafter(path_or_hub_name: str | Path) -> Any:
     if is_language_model(values):
         return AutoregressiveDrafter(load_target(path))
     cls = drafter_class(kind_in(values))
+    _refuse_mask_embedding(path)
     weights = published_weights(read_safetensors(path), path)
     config = cls.config_class.from_dict(_with_head_dim(values, weights))
     model = cls(config)
@@ -99,6 +100,12 @@ def _refuse_run(path: Path) -> None:
     found = (inside / "config.json").exists()
     where = f"its drafter is {inside}" if found else f"make its drafter with: dflash export {path} {inside}"
     raise CheckpointError(f"{path} is a run; {where}")
+
+
+def _refuse_mask_embedding(path: Path) -> None:
+    """An embedding beside the weights, which no index lists, would change every draft."""
+    for file in path.glob("mask_embedding*"):
+        raise CheckpointError(f"{file} is not supported; it means a mask embedding of the drafter's own.")
 
 
 def _with_head_dim(values: dict[str, Any], weights: Weights) -> dict[str, Any]:

@@ -67,10 +67,13 @@ def kind_in(config: Mapping[str, Any]) -> str:
                 "Import the module that registers it, or name it with --plugin."
             )
         return str(explicit)
-    architectures = config.get("architectures")
-    named = [architectures] if isinstance(architectures, str) else architectures
-    names = [config.get("model_type"), *(named if isinstance(named, list) else ())]
+    names = [config.get("model_type"), *_architectures(config)]
     return next((name for name in names if isinstance(name, str) and name in known), DEFAULT)
+
+
+def _architectures(config: Mapping[str, Any]) -> list[Any]:
+    named = config.get("architectures")
+    return [named] if isinstance(named, str) else named if isinstance(named, list) else []
 
 
 def is_language_model(config: Mapping[str, Any]) -> bool:
@@ -81,7 +84,6 @@ def is_language_model(config: Mapping[str, Any]) -> bool:
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     if any(key in part for part in parts for key in (KIND, *_DRAFTER_KEYS)) or kind_in(config) != DEFAULT:
         return False
-    architectures = config.get("architectures") or ()
-    names = [architectures] if isinstance(architectures, str) else architectures
+    names = _architectures(config)
     whole = any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in names)
     return whole or (not names and "model_type" in config)

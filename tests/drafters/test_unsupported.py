@@ -71,6 +71,13 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, name):
         assert word in str(error.value)
 
 
+def test_a_mask_embedding_in_a_file_of_its_own_is_refused(tmp_path):
+    write(tmp_path, *plain())
+    (tmp_path / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt is not supported"):
+        load_drafter(tmp_path)
+
+
 def test_keys_that_are_passed_over_are_in_the_debug_log(tmp_path, caplog):
     config, weights = plain()
     with caplog.at_level(logging.DEBUG, logger="dflash.drafters.formats"):

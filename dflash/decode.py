@@ -146,10 +146,15 @@ def decode(
 
 def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int]) -> None:
     """The committed drafts are in the caches already, so a rule can only take a beginning of them."""
+    name = getattr(verify, "__name__", type(verify).__name__)
+    if not isinstance(verified, Verified):
+        raise GenerationError(
+            f"The verification rule {name!r} returned {type(verified).__name__}; expected a dflash.Verified."
+        )
     accepted = verified.accepted
     if len(verified.tokens) != accepted + 1 or verified.tokens[:-1] != drafted[:accepted]:
         raise GenerationError(
-            f"The verification rule {getattr(verify, '__name__', verify)!r} committed {verified.tokens} with "
+            f"The verification rule {name!r} committed {verified.tokens} with "
             f"{accepted} accepted of the drafts {drafted}; expected the accepted drafts and one token more."
         )
 

@@ -139,6 +139,8 @@ class DFlashSpeculativeDecoder:
             )
         if target is None or drafter is None:
             target, drafter = PAIR / "target", PAIR / "drafter"
+        own = ("tokenizer", "block_size", "max_seq_length", "adapter")
+        decode_options({name: value for name, value in options.items() if name not in own})  # before minutes of loading
         return cls(load_target(target, trust_remote_code), load_drafter(drafter), **options)
 
     @overload

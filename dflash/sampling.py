@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, categorical_sampling, greedy_sampler
 
+from .errors import GenerationError
 from .registry import Registry
 
 Sampler = Callable[[mx.array], mx.array]
@@ -83,7 +84,11 @@ def by_position(sampler: Sampler) -> Sampler:
         return sampler
 
     def sample(logprobs_LV: mx.array) -> mx.array:
-        return mx.concatenate([sampler(logprobs_LV[i : i + 1]).reshape(1) for i in range(logprobs_LV.shape[0])])
+        tokens = [sampler(logprobs_LV[i : i + 1]) for i in range(logprobs_LV.shape[0])]
+        wrong = next((t for t in tokens if not isinstance(t, mx.array) or t.size != 1), None)
+        if wrong is not None:
+            raise GenerationError(f"The sampler returned {_form(wrong)}; expected one token, an array of shape (1,).")
+        return mx.concatenate([token.reshape(1) for token in tokens])
 
     return sample
 
@@ -102,8 +107,16 @@ def process_logits(processors: Sequence[LogitsProcessor], tokens: mx.array, logi
             row = logits_LV[i : i + 1]
             for processor in processors:
                 row = processor(tokens[: before + i], row)
+                if not isinstance(row, mx.array) or row.shape != (1, logits_LV.shape[1]):
+                    raise GenerationError(
+                        f"A logits processor returned {_form(row)}; expected logits of shape (1, {logits_LV.shape[1]})."
+                    )
             rows.append(row)
     return mx.concatenate(rows)
+
+
+def _form(value: Any) -> str:
+    return f"an array of shape {value.shape}" if isinstance(value, mx.array) else type(value).__name__
 
 
 @contextmanager

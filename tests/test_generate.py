@@ -295,6 +295,11 @@ def test_the_models_own_limit_holds_below_max_seq_length():
     refused(error, "3 tokens", "510", "512 tokens")
 
 
+def test_a_mistaken_option_fails_before_anything_is_loaded():
+    with pytest.raises(GenerationError, match="did you mean 'temperature'"):
+        DFlashSpeculativeDecoder.from_pretrained("no/such/folder", "none", temprature=1.0)
+
+
 def test_without_a_tokenizer_text_is_refused():
     decoder, prompt, _ = token_decoder()
     assert decoder.tokenizer is None

@@ -8,6 +8,7 @@ from mlx_lm.sample_utils import apply_top_k, make_logits_processors, make_sample
 from support.models import ScriptedDrafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, register_logits_processor, register_sampler
+from dflash.errors import GenerationError
 from dflash.sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, by_position, process_logits, restored_on_error
 
 PROMPT = [3, 1, 4]
@@ -101,6 +102,15 @@ def test_min_p_drops_what_is_less_probable_than_its_share_of_the_best():
     expected, _ = plain_greedy(target("llama", 2).model, PROMPT, 33)
     ids = decoder(expected, p=1.0).spec_generate(PROMPT, 33, temperature=3.0, seed=1, min_p=1.0)
     assert ids.tolist() == [PROMPT + expected], "hot, but one candidate is left"
+
+
+def test_samplers_and_processors_that_return_something_else_are_told_so():
+    for sampler in (lambda logprobs: logprobs, lambda logprobs: 3):
+        with pytest.raises(GenerationError, match=r"The sampler returned .*; expected one token"):
+            decoder([]).spec_generate(PROMPT, 5, sampler=sampler)
+    for processor in (lambda tokens, logits: None, lambda tokens, logits: logits[0]):
+        with pytest.raises(GenerationError, match=r"A logits processor returned .*; expected logits of shape"):
+            decoder([]).spec_generate(PROMPT, 5, logits_processors=[processor])
 
 
 # --- MLX's random state -----------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ def test_a_rule_of_ones_own_decides_what_is_committed(registered):
     [
         (Verified([5], 1), "rule 'broken' committed"),
         (Verified([5, 6], 1), "rule 'broken' committed"),
+        (None, "rule 'broken' returned NoneType; expected a dflash.Verified"),
         (Verified([32], 0), "chose [32]; this target's ids are 0 to 31"),
     ],
 )

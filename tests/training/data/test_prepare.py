@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cli import invoke
 from support.conversations import (
     NO_HELDOUT,
     Stopping,
@@ -142,12 +143,9 @@ def test_stopped_before_and_after_every_file_it_ends_with_the_same_bytes(target,
         assert tree(place) == tree(tmp_path / "whole")
 
 
-COMMAND = [sys.executable, "-c", "from dflash.cli import main; main()"]
-
-
 def command(data: Path, output: Path, target: Path) -> list[str]:
     options = "--max-tokens 24 --temp 1 --seed 3 --shard-size 4 --heldout-percent 20".split()
-    return [*COMMAND, "prepare", str(data), "--output", str(output), "--target", str(target), *options]
+    return ["prepare", str(data), str(output), "--target", str(target), *options]
 
 
 def shard_count(folder: Path) -> int:
@@ -157,14 +155,13 @@ def shard_count(folder: Path) -> int:
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_killed_again_and_again_it_ends_with_the_same_bytes(kills, target_folder, tmp_path):
     data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(24 * kills)))
-    assert subprocess.run(command(data, tmp_path / "whole", target_folder), capture_output=True).returncode == 0
+    assert invoke(*command(data, tmp_path / "whole", target_folder)).exit_code == 0
     whole, rng = tree(tmp_path / "whole"), random.Random(0)
     killed = tmp_path / "killed"
     for _ in range(kills):
         wanted = shard_count(killed) + rng.randint(0, 3)  # 0: before the first new one
-        process = subprocess.Popen(
-            command(data, killed, target_folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        arguments = [sys.executable, "-m", "dflash", *command(data, killed, target_folder)]
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while shard_count(killed) < wanted and process.poll() is None:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.03))
@@ -172,8 +169,8 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(kills, target_folder
         assert process.wait() == -signal.SIGKILL
         assert not (killed / "manifest.json").exists()
         assert all(whole[name] == data for name, data in tree(killed).items() if "/." not in f"/{name}")
-    last = subprocess.run(command(data, killed, target_folder), capture_output=True, text=True)
-    assert last.returncode == 0, last.stderr
+    last = invoke(*command(data, killed, target_folder))
+    assert last.exit_code == 0, last.output
     assert tree(killed) == whole
 
 

@@ -8,12 +8,14 @@ Shapes: B batch, L length, E hidden size.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import RLock, get_ident
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+_ONE_AT_A_TIME = RLock()  # classes are put back in the order in which they were taken
 ROUNDING = 2e-2  # of the largest number; models compute in half precision too
 
 
@@ -62,7 +64,7 @@ class Pass:
 
     def __post_init__(self) -> None:
         self.caches = make_prompt_cache(self.model)
-        with _recorded(self.model, self.calls):
+        with _ONE_AT_A_TIME, _recorded(self.model, self.calls):
             self.logits = self.model(self.tokens, cache=self.caches)
 
     def calls_of(self, module: nn.Module) -> list[Call]:
@@ -86,10 +88,12 @@ def _snapshot(value: Any) -> Any:
 def _recorded(model: nn.Module, calls: list[Call]) -> Iterator[None]:
     """Record into ``calls`` at the modules' classes, which is where Python looks ``__call__`` up."""
     stack: list[Call] = []
+    thread = get_ident()  # others may decode with modules of the same classes meanwhile
 
     def recording(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if stack and stack[-1].module is self:  # super().__call__ of the same call
+            of_the_same_call = stack and stack[-1].module is self  # super().__call__
+            if of_the_same_call or get_ident() != thread:
                 return original(self, *args, **kwargs)
             noted_kwargs = {name: _snapshot(value) for name, value in kwargs.items()}
             stack.append(Call(self, _snapshot(args), noted_kwargs, stack[-1] if stack else None))

@@ -1,5 +1,7 @@
 """A recorded pass holds every call as it was, in order, and leaves the model's classes as they were."""
 
+from threading import Thread
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -97,3 +99,15 @@ def test_what_is_added_by_position_alone_does_not_hide_the_factor():
     model = Positions()
     passes = Pass(model, TOKENS), Pass(model, TOKENS + 3)
     assert embedding_factors(model.table, model.layers, *passes) == [pytest.approx(7)]
+
+
+def test_calls_of_other_threads_are_not_recorded():
+    class Threaded(Small):
+        def __call__(self, tokens, cache=None):
+            thread = Thread(target=lambda: self.layers[0](mx.zeros(3)))
+            thread.start()
+            thread.join()
+            return self.layers[1](self.table(tokens))
+
+    model = Threaded()
+    assert [call.module for call in Pass(model, TOKENS).calls] == [model, model.table, model.layers[1]]

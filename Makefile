@@ -1,7 +1,7 @@
 # make demo    answer one request, plain and with DFlash, and compare
 # make test    run the tests, one process a core      make test-slow   those that take minutes each
 # make check   lint, formatting, types                make format      mend the first two
-# make pair    train the shipped pair from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
+# make pair    train the bundled models from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
 # make publish copy runs/pair into the package
 # make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
 # Each target sets up .venv by itself; it is reinstalled only when pyproject.toml changes.

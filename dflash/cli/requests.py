@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..prompts import Conversation
     from ..target import LoadedTargetModel
 
-_SYSTEM = ("system", "developer")
-
 logger = logging.getLogger(__name__)
 
 
@@ -55,9 +53,11 @@ class Requests:
         return cls(read_conversations(source, template=template, limit=limit), str(source))
 
     def identity(self) -> dict[str, Any]:
-        """Plain data by which to tell one file of prompts from another."""
+        """Plain data by which to tell prompts from others: their source, number and hash."""
+        from ..prompts import digest
+
         path = Path(self.source)
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else digest(self.conversations)
         return {"source": self.source, "sha256": sha256, "prompts": len(self.conversations)}
 
     def encode(self, target: "LoadedTargetModel", form: Form) -> list["BenchPrompt"]:
@@ -67,16 +67,16 @@ class Requests:
         """
         from ..bench import BenchPrompt
 
-        prompts = []
+        prompts, in_messages = [], replace(form, system=None)
         for conversation in self.conversations:
-            messages = list(conversation.unanswered().messages)
+            asked = conversation.unanswered()
+            messages = list((asked if form.system is None else asked.with_system(form.system)).messages)
             check = conversation.extra.get("check")
             if check is not None and not isinstance(check, dict):
                 raise DataError(f'{conversation.where}: "check" must be an object, got {type(check).__name__}.')
-            own = replace(form, system=None) if messages[0]["role"] in _SYSTEM else form
             alone = len(messages) == 1 and messages[0]["role"] == "user"
             try:
-                tokens = own.tokens(messages[0]["content"] if alone else messages, target)
+                tokens = in_messages.tokens(messages[0]["content"] if alone else messages, target)
             except GenerationError as error:
                 raise DataError(f"{conversation.where}: {error}") from error
             prompts.append(BenchPrompt(messages[-1]["content"], tokens, check))

@@ -214,7 +214,7 @@ def test_bench_exits_1_naming_the_side_that_fails(pair, prompts, monkeypatch, si
         ('{"prompt": "a", "check": {"kind": "riddle"}}', [], "of no known kind"),
         ('{"prompt": "a", "check": 1}', [], 'line 2: "check" must be an object, got int'),
         ('{"prompt": " "}', [], "line 2: the prompt is empty"),
-        ('["a"]', [], "line 2 is a list, not an object"),
+        ('["a"]', [], "line 2 must hold an object, not a list"),
         ('{"prompt": "a"}', ["--limit", "0"], "--limit must be at least 1, got 0"),
         ('{"prompt": "a"}', ["--template", "{question}"], "has no 'question' for the template"),
         ('{"prompt": "a"}', ["--runs", "0"], "runs must be at least 1, got 0"),

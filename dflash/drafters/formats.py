@@ -55,13 +55,13 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     for name, value in values.items():
         refuse_key(name, value)
 
+    values = {name: _whole(name, value) for name, value in values.items()}
     _taps(values)
     _anchor(values, architectures, speculators or {}, [str(a).lower() for a in algorithms])
     _causality(values, config, inner)
     _width(values)
     _rope(values)
     _rope_style(values)
-    values = {name: _whole(name, value) for name, value in values.items()}
     _layers(values)
     if isinstance(values.get("final_logit_softcapping"), int | float) and values["final_logit_softcapping"] <= 0:
         values["final_logit_softcapping"] = None  # off, as published
@@ -245,6 +245,6 @@ def _names(value: Any) -> list[str]:
 
 def _whole(name: str, value: Any) -> Any:
     """Whole numbers that were written with a decimal point."""
-    if name == "target_layer_ids" and isinstance(value, list):
+    if name.endswith("layer_ids") and isinstance(value, list):
         return [_whole("block_size", one) for one in value]
     return int(value) if name in _WHOLE and isinstance(value, float) and value.is_integer() else value

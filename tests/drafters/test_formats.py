@@ -58,6 +58,9 @@ SAME = {
     ),
     "DeepSpec": lambda c, w: (deepspec(c), with_copies(w)),
     "speculators": lambda c, w: (speculators(c), with_copies(w)),
+    "speculators with decimal points": lambda c, w: (
+        speculators(c, block_size=8.0, aux_hidden_state_layer_ids=[1.0, 2.0, 4.0]), w
+    ),
     "speculators without defaults": lambda c, w: (
         {k: v for k, v in speculators(c).items() if k not in ("speculators_config", "draft_vocab_size")}, w
     ),

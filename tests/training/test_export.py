@@ -1,12 +1,17 @@
 """From a run to the published format, and to the hub when asked."""
 
-import pytest
-from support.cli import invoke
-from support.runs import result
+import json
+import shutil
 
-import dflash  # noqa: F401  (loads a fast BLAS before MLX)
+import mlx.nn as nn
+import pytest
+from support.cli import assert_one_error, invoke
+from support.runs import recipe, result
+
+from dflash import DFlashConfig, DFlashDraftModel, load_drafter, register_drafter
 from dflash.errors import DFlashError
 from dflash.training import export
+from dflash.training.train import train
 
 
 def test_export_writes_best_or_last_and_refuses_what_is_no_run(undisturbed, tmp_path):
@@ -54,3 +59,28 @@ def test_nothing_is_pushed_without_being_asked_and_a_refusal_is_one_line(undistu
     assert calls[-1] == ("me/it", str(tmp_path / "a"), sorted(export.EXPORTED))
     with pytest.raises(DFlashError, match="holds no drafter"):
         export.push(tmp_path / "nothing", "me/it")
+
+
+@register_drafter("gated-for-a-test")
+class GatedDrafter(DFlashDraftModel):
+    """A class of one's own: one more weight, kept by recipe, run, export and load."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        self.gate = nn.Linear(config.hidden_size, 1)
+
+
+def test_a_drafter_class_of_ones_own_is_trained_exported_and_loaded(folder):
+    train(recipe(folder, "gated", "run.steps=1", "drafter.kind=gated-for-a-test"))
+    loaded = load_drafter(folder / "gated" / "drafter")
+    assert type(loaded) is GatedDrafter
+    assert loaded.gate.weight.shape == (1, loaded.config.hidden_size)
+    assert "gated-for-a-test" in (folder / "gated" / "drafter" / "config.json").read_text()
+
+
+def test_weights_that_do_not_fit_the_config_are_named(undisturbed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))
+    assert_one_error(invoke("export", run, tmp_path / "out"), r"The weights of .* do not fit its config\.json: Expected shape")

@@ -26,14 +26,7 @@ app = typer.Typer()
 @app.command()
 def bench(
     target: options.Target = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATH|HUB",
-            help="A drafter for the target; repeatable, to compare several. Also: bundled, ngram.",
-            callback=options.not_empty,
-        ),
-    ] = None,
+    drafter: options.DrafterNames = None,
     prompts: options.Prompts = None,
     template: options.Template = None,
     limit: options.Limit = None,

@@ -78,6 +78,15 @@ DrafterName = Annotated[
         "--drafter", metavar="PATH|HUB", help="The drafter for the target; ngram needs no training.", callback=not_empty
     ),
 ]
+DrafterNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        metavar="PATH|HUB",
+        help="A drafter for the target; repeatable, to compare several. Also: bundled, ngram.",
+        callback=not_empty,
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the target.")
 ]

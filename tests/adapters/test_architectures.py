@@ -23,7 +23,7 @@ from dflash.adapters import registered_adapters
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance import small_models as small
 from dflash.decode import decode, prefill
-from dflash.target.rewind import TargetCache
+from dflash.target.rewind import TargetCache, describe
 
 TABLE = Path(__file__).parents[2] / "adapters" / "ARCHITECTURES.md"
 HEADER = """# Architectures
@@ -113,16 +113,10 @@ def assert_identical(kind: str, count: int, right: float) -> None:
     drafter = ScriptedDrafter(prompt + text, target.vocab_size, right)
     greedy = make_sampler(temp=0.0)
     state = prefill(target, drafter, prompt, greedy, target_cache=target.make_cache(**options))
-    assert any(kind in name for name, _ in describe_all(state.target_cache))
+    assert any(kind in name for name, _ in describe(state.target_cache))
     accepted = [len(block.tokens) for block in decode(target, drafter, state, count, 16, greedy)]
     assert state.tokens == prompt + text
     assert min(accepted) < 8 < max(accepted), "acceptance should vary"
-
-
-def describe_all(cache: TargetCache) -> list[tuple[str, str | None]]:
-    from dflash.target.rewind import describe
-
-    return describe(cache)
 
 
 def plain(target: LoadedTargetModel, prompt: list[int], count: int, options: dict[str, int]) -> tuple[list[int], float]:

@@ -202,7 +202,7 @@ class DFlashDraftModel(nn.Module):
         return unknown_BLV
 
     def reduce_vocabulary(self, token_ids: mx.array, own_head: bool) -> None:
-        """Draft only ``token_ids [draft_vocab_size]``, distinct and ascending ids of the target's.
+        """Draft only ``token_ids [draft_vocab_size]``, different ids of the target's in the order of the drafter's.
 
         With ``own_head`` their logits come from ``lm_head.weight [draft_vocab_size, E]`` of the drafter, which the
         caller loads; else from the target's head.

@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom, in its folder, against the installed package."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -13,6 +14,17 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 def test_notebook_runs_and_is_committed_with_outputs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.outputs for cell in code_cells), "commit the notebook with its outputs"
+    counts = [cell.execution_count for cell in code_cells]
+    assert counts == list(range(1, len(counts) + 1)), "commit the notebook as it ran from top to bottom"
+    assert any(cell.outputs for cell in code_cells), "commit the notebook with its outputs"
     where = {"metadata": {"path": str(path.parent)}}  # as Jupyter runs it
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+    NotebookClient(notebook, timeout=600, startup_timeout=300, kernel_name="python3", resources=where).execute()
+
+
+def test_each_plug_in_takes_one_cell_of_at_most_30_lines():
+    notebook = nbformat.read(NOTEBOOKS[0].parent / "03-make-it-yours.ipynb", as_version=4)
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    for register in ("drafter", "objective", "callback", "verify", "sampler", "logits_processor"):
+        (cell,) = [source for source in cells if f"@register_{register}(" in source]
+        assert len(cell.splitlines()) <= 30
+        assert not re.search(r"(import |\.)_[a-z]", cell)  # public names only

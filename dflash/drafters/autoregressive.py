@@ -185,7 +185,7 @@ class AutoregressiveDrafter:
         own = self.model.vocab_size
         if own < self.vocab_size:  # rows that pad the target's table; none may be read past the end of this one
             tokens = mx.minimum(tokens, own - 1)
-        hidden, _ = self.model.forward_hidden(tokens, cache.layers, ())
+        hidden = self.model.adapter.run_backbone(tokens, cache.layers)  # no features, and so no taps
         logits = self.model.head(hidden[:, -1:])[..., : self.vocab_size]
         missing = self.vocab_size - logits.shape[-1]
         return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits

@@ -152,8 +152,11 @@ def test_drafts_are_sometimes_right_and_sometimes_wrong_when_the_draft_model_is_
 def test_a_draft_costs_as_many_passes_as_it_has_tokens(kind, monkeypatch):
     """What was committed goes into the first of them: where all drafts were, the last of them and the anchor."""
     draft, fed = drafter(kind), []
-    forward = draft.model.forward_hidden
-    monkeypatch.setattr(draft.model, "forward_hidden", lambda t, *rest: fed.append(t.shape[1]) or forward(t, *rest))
+    adapter = draft.model.adapter
+    run = adapter.run_backbone
+    monkeypatch.setattr(
+        adapter, "run_backbone", lambda tokens, cache: fed.append(tokens.shape[1]) or run(tokens, cache)
+    )
     cache = draft.make_cache()
     draft.extend_context(mx.zeros((1, 9, 0)), cache, mx.array([list(range(9))]))
     assert fed == [9]

@@ -81,9 +81,12 @@ def quantize_drafter(
 
     These are the layers whose name has a part in ``leave_out`` (``fc``, ``layers.0``, ``o_proj``), a head of the
     drafter's own, and layers whose inputs do not divide into groups. Other weights become bfloat16. Raises
-    :class:`~dflash.errors.DFlashError` for options that MLX does not have, and where no layer is left.
+    :class:`~dflash.errors.DFlashError` for options that MLX does not have, for a drafter without weights, and where no
+    layer is left.
     """
     options = _checked({"bits": bits, "group_size": group_size, "mode": mode}, "the drafter")
+    if not isinstance(model, nn.Module):
+        raise DFlashError(f"{type(model).__name__} has no weights of its own; expected a DFlash drafter.")
     if description(model) is not None:
         raise DFlashError("The drafter is quantised already; quantise the one that it was made from.")
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}

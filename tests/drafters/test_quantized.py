@@ -11,6 +11,7 @@ from support.cli import assert_one_error, invoke
 from support.models import HIDDEN, TEXT_VOCAB, plain_greedy, qwen3_model, random_drafter, save_target
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, load_target, save_drafter
+from dflash.backend import to_compute_dtype
 from dflash.drafters.quantized import description, quantize_drafter
 from dflash.errors import CheckpointError, DFlashError
 from dflash.files import flat
@@ -145,6 +146,17 @@ def test_quantising_leaves_out_what_is_named_or_does_not_divide():
 # --- the command ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("mode", "group_size", "bits"), [("mxfp8", 32, 8), ("nvfp4", 16, 4)])
+def test_every_mode_of_mlx_quantises_and_loads(tmp_path, mode, group_size, bits):
+    model = drafter()
+    quantize_drafter(model, bits, group_size, mode)
+    save_drafter(model, tmp_path)
+    loaded = load_drafter(tmp_path)
+    assert description(loaded) == {"group_size": group_size, "bits": bits, "mode": mode}
+    to_compute_dtype(model)
+    np.testing.assert_allclose(logits(loaded), logits(model), atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
 def test_a_quantised_drafter_decodes_the_targets_own_tokens(tmp_path, mode):
     save_drafter(random_drafter(3, TEXT_VOCAB, **SHAPES), tmp_path / "drafter")
@@ -166,3 +178,4 @@ def test_a_quantised_drafter_decodes_the_targets_own_tokens(tmp_path, mode):
     assert_one_error(invoke("quantize", tmp_path / "drafter", tmp_path / "small"), "not an empty folder")
     assert_one_error(invoke("quantize", tmp_path / "small", tmp_path / "new", *options), "quantised already")
     assert_one_error(invoke("quantize", tmp_path / "drafter", tmp_path / "new", "--mode", "int4"), "'int4'")
+    assert_one_error(invoke("quantize", "ngram", tmp_path / "new"), "NgramDrafter has no weights")

@@ -43,6 +43,8 @@ def preload_blas() -> str:
     if platform.system() != "Linux":
         return "MLX's own"
     if "mlx.core" in sys.modules:
+        if on_cpu() and _mkl_library() is not None:
+            logger.warning("mlx was imported before dflash, too late for the fast BLAS: import dflash first.")
         return "MLX's own (mlx was imported before dflash, too late for a faster one)"
     for library in (_mkl_library(), _SYSTEM_BLAS):
         if library is not None:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from dflash import backend
+from dflash.backend import _mkl_library, on_cpu
 
 
 @pytest.fixture
@@ -53,6 +54,8 @@ def test_blas_says_so_when_mlx_came_first() -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     if sys.platform == "linux":
         assert "before dflash" in run.stdout
+        if on_cpu() and _mkl_library() is not None:
+            assert run.stderr == "mlx was imported before dflash, too late for the fast BLAS: import dflash first.\n"
 
 
 def test_a_thread_that_used_mlx_does_not_abort_the_process_at_its_exit():

@@ -47,7 +47,7 @@ class DecodeState:
     @property
     def anchor(self) -> mx.array:
         """The last committed token, ``[1, 1]``."""
-        return mx.array([self.tokens[-1:]])
+        return mx.array([self.tokens[-1:]], mx.uint32)
 
 
 def prefill(
@@ -107,14 +107,16 @@ def decode_block(
         proposal = Proposal(proposed_tokens(drafter, raw, length), raw.logits)
         if hasattr(verify, "draft"):
             proposal = verify.draft(proposal, sampler)
-        # Ids are checked once they are known; until then none may read past the embedding's rows.
-        drafts = mx.clip(proposal.tokens, 0, target.vocab_size - 1).astype(inputs.dtype)
-        mx.async_eval(proposal.tokens, drafts)
+        # Ids are checked once they are known; until then none may read past the embedding's rows (nor before them:
+        # without a sign, a negative id is a large one).
+        drafts = mx.minimum(proposal.tokens.astype(mx.uint32), target.vocab_size - 1)
+        mx.async_eval(drafts)
         inputs = mx.concatenate([inputs, drafts], axis=1)
     logits, features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
     logits_LV = logits[0]
     if processors:
-        logits_LV = process_logits(processors, mx.concatenate([mx.array(state.tokens[:-1]), inputs[0]]), logits_LV)
+        before = mx.array(state.tokens[:-1], mx.uint32)
+        logits_LV = process_logits(processors, mx.concatenate([before, inputs[0]]), logits_LV)
     mx.async_eval(logits_LV, features)
     verified = verify(proposal, logits_LV, sampler)
 

@@ -83,4 +83,5 @@ def test_weights_that_do_not_fit_the_config_are_named(undisturbed, tmp_path):
     shutil.copytree(undisturbed, run)
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))
-    assert_one_error(invoke("export", run, tmp_path / "out"), r"The weights of .* do not fit its config\.json: Expected shape")
+    message = r"The weights of .* do not fit its config\.json: Expected shape"
+    assert_one_error(invoke("export", run, tmp_path / "out"), message)

@@ -122,6 +122,8 @@ def target_stage(settings: SmallTargetSettings, tokenizer: Tokenizer) -> None:
         settings.target.fit,
         settings.folder / "fit-target",
         lambda: accuracy(model, tokenizer, settings.heldout),
+        identity=to_dict(settings),
+        may_change=MAY_CHANGE,
     )
     rounded_to_bfloat16(model)
     logger.info("As saved: %s", accuracy(model, tokenizer, settings.heldout))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .drafters.protocol import Proposal as Proposal
     from .generate import DFlashResponse as DFlashResponse
     from .generate import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
+    from .policy import Policy as Policy
+    from .policy import register_policy as register_policy
     from .request import DecodeOptions as DecodeOptions
     from .sampling import register_logits_processor as register_logits_processor
     from .sampling import register_sampler as register_sampler
@@ -38,6 +40,7 @@ _MODULE_OF = {
     "DecodeOptions": "request",
     "Drafter": "drafters.protocol",
     "LoadedTargetModel": "target",
+    "Policy": "policy",
     "Proposal": "drafters.protocol",
     "TargetAdapter": "adapters",
     "Verified": "verify",
@@ -46,6 +49,7 @@ _MODULE_OF = {
     "register_adapter": "adapters",
     "register_drafter": "drafters.kinds",
     "register_logits_processor": "sampling",
+    "register_policy": "policy",
     "register_sampler": "sampling",
     "register_verify": "verify",
     "save_drafter": "drafters.checkpoint",

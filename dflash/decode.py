@@ -3,6 +3,7 @@
 Knows token ids and caches. Must not know text, chat templates, any architecture, or how drafts are made.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +13,13 @@ import mlx.core as mx
 from .drafters.checks import check_drafted, proposed_tokens
 from .drafters.protocol import Drafter, Proposal
 from .errors import GenerationError
+from .policy import BlockRecord, Policy
 from .sampling import LogitsProcessor, Sampler, process_logits
 from .target import LoadedTargetModel, TargetCache
 from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, sample_target, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
+EVERY_DRAFT = Policy()
 
 
 @dataclass(frozen=True)
@@ -92,19 +95,27 @@ def decode_block(
     sampler: Sampler,
     verify: VerifyRule = first_mismatch,
     processors: Sequence[LogitsProcessor] = (),
+    policy: Policy = EVERY_DRAFT,
 ) -> Block:
-    """Draft up to ``length`` tokens, verify them in one target pass, commit and rewind.
+    """Draft up to ``length`` tokens, verify as many as ``policy`` says in one target pass, commit and rewind.
 
     On return both caches hold exactly the committed tokens without the new anchor. Drafting and
-    verification are one lazy graph with one host synchronisation; the drafter already runs while the
-    target's part of the graph is built.
+    verification are one lazy graph with one host synchronisation, unless the policy reads the drafter's
+    confidence in between; the drafter already runs while the target's part of the graph is built.
 
     Raises :class:`~dflash.errors.GenerationError` if drafter, target or rule give what cannot be committed.
     """
-    proposal, inputs = Proposal(mx.zeros((1, 0), mx.int64)), state.anchor
+    began = drafted_at = time.perf_counter()
+    proposal, proposed, confidence, inputs = Proposal(mx.zeros((1, 0), mx.int64)), 0, None, state.anchor
     if length > 0:
         raw = drafter.propose(state.anchor, length, state.draft_cache)
         proposal = Proposal(proposed_tokens(drafter, raw, length), raw.logits)
+        proposed = proposal.tokens.shape[1]
+        if policy.reads_confidence:
+            confidence = drafter_confidence(proposal)
+            mx.eval(proposal.tokens)
+            drafted_at = time.perf_counter()
+        proposal = proposal.first(policy.verify_length(proposed, confidence))
         if hasattr(verify, "draft"):
             proposal = verify.draft(proposal, sampler)
         # Ids are checked once they are known; until then none may read past the embedding's rows (nor before them:
@@ -124,7 +135,10 @@ def decode_block(
     check_drafted(drafter, drafted, target.vocab_size)
     _check_verified(verify, verified, drafted)
     _check_committed(target, verified.tokens)
-    committed = len(verified.tokens)
+    committed, ended = len(verified.tokens), time.perf_counter()
+    policy.observe(
+        BlockRecord(proposed, len(drafted), verified.accepted, confidence, drafted_at - began, ended - drafted_at)
+    )
     target.rewind_kv_caches(state.target_cache, len(state.tokens) - 1 + committed)
     drafter.extend_context(features[:, :committed], state.draft_cache, inputs[:, :committed])
     state.tokens += verified.tokens
@@ -140,10 +154,68 @@ def decode(
     sampler: Sampler,
     verify: VerifyRule = first_mismatch,
     processors: Sequence[LogitsProcessor] = (),
+    policy: Policy = EVERY_DRAFT,
 ) -> Iterator[Block]:
     """Blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
+    policy.begin()
     while (remaining := state.prompt_length + max_tokens - len(state.tokens)) > 0:
-        yield decode_block(target, drafter, state, min(block_size, remaining) - 1, sampler, verify, processors)
+        if nap := min(policy.sleep(), remaining):
+            yield from plain_steps(target, drafter, state, nap, sampler, processors, policy)
+        else:
+            length = min(block_size, remaining) - 1
+            yield decode_block(target, drafter, state, length, sampler, verify, processors, policy)
+
+
+def plain_steps(
+    target: LoadedTargetModel,
+    drafter: Drafter,
+    state: DecodeState,
+    count: int,
+    sampler: Sampler,
+    processors: Sequence[LogitsProcessor] = (),
+    policy: Policy = EVERY_DRAFT,
+) -> Iterator[Block]:
+    """``count`` tokens without the drafter, as mlx-lm decodes: a pass is under way before its input is read.
+
+    The features are kept for the drafter, which gets them when it wakes. After the last token both caches hold
+    exactly the committed tokens without the new anchor; where the caller stops earlier, the target's is a token ahead.
+    """
+    inputs, history, features = state.anchor, mx.array(state.tokens[:-1]), []
+
+    def launch(inputs: mx.array, history: mx.array) -> mx.array:
+        logits, step_features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
+        chosen = sample_target(process_logits(processors, history, logits[0]), sampler)
+        mx.async_eval(chosen, step_features)
+        features.append(step_features)
+        return chosen
+
+    context = [state.tokens[-1]]
+    history = mx.concatenate([history, inputs[0]])
+    coming = launch(inputs, history)
+    for left in range(count - 1, -1, -1):
+        began, chosen = time.perf_counter(), coming
+        if left > 0:
+            history = mx.concatenate([history, chosen]) if processors else history
+            coming = launch(chosen[None], history)
+        tokens = token_ids(chosen)
+        _check_committed(target, tokens)
+        state.tokens += tokens
+        policy.observe(BlockRecord(0, 0, 0, None, 0.0, time.perf_counter() - began))
+        if left > 0:
+            context += tokens
+        else:
+            drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, mx.array([context]))
+        yield Block([], tokens, 0)
+
+
+def drafter_confidence(proposal: Proposal) -> list[float] | None:
+    """The drafter's probability of each of its drafts, ``None`` where it has no logits."""
+    if proposal.logits is None:
+        return None
+    logits_LV = proposal.logits[0].astype(mx.float32)
+    known_L1 = mx.clip(proposal.tokens[0, :, None], 0, logits_LV.shape[-1] - 1)  # ids are checked later
+    own_L1 = mx.take_along_axis(logits_LV, known_L1, axis=-1)
+    return mx.exp(own_L1 - mx.logsumexp(logits_LV, axis=-1, keepdims=True))[:, 0].tolist()
 
 
 def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int]) -> None:

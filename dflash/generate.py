@@ -22,6 +22,7 @@ from .drafters.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
 from .errors import DFlashError, GenerationError, IncompatibleModelsError
+from .policy import Policy
 from .request import DecodeOptions, Prompt, decode_options, prompt_tokens, require_count, token_row
 from .target import LoadedTargetModel, TargetCache, load_target
 from .text import TextStream
@@ -117,6 +118,7 @@ class DFlashSpeculativeDecoder:
         self.draft_model = draft_model
         self.tokenizer = loaded.tokenizer
         self.options = options
+        self._policies: dict[str, Policy] = {}
 
     @classmethod
     def from_pretrained(
@@ -257,6 +259,12 @@ class DFlashSpeculativeDecoder:
         cache = self.loaded_target.make_cache(**options.cache_options)  # refuses options that do not fit the model
         return self._decode(prompt, max_tokens, options, cache)
 
+    def _policy(self, options: DecodeOptions) -> Policy:
+        """One instance a name: what a policy learned of this machine serves the next request too."""
+        if not isinstance(options.policy, str):
+            return options.build_policy()
+        return self._policies.setdefault(options.policy, options.build_policy())
+
     def _decode(
         self, prompt: list[int], max_tokens: int, options: DecodeOptions, cache: TargetCache
     ) -> Iterator["_Step"]:
@@ -269,7 +277,8 @@ class DFlashSpeculativeDecoder:
         stops = target.stop_token_ids() if options.stop_token_ids is None else frozenset(options.stop_token_ids)
         with wired_limit(self.target_model):  # on Metal, keeps the weights resident; elsewhere nothing
             state = prefill(target, drafter, prompt, sampler, options.prefill_step_size, cache, processors)
-            blocks = decode(target, drafter, state, max_tokens, self.block_size, sampler, verify, processors)
+            policy = self._policy(options)
+            blocks = decode(target, drafter, state, max_tokens, self.block_size, sampler, verify, processors, policy)
             for block in chain([_first_block(state)], blocks):
                 tokens = _through_stop(block.tokens, stops)
                 generated += len(tokens)

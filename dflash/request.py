@@ -15,6 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from . import speculative as _registers_its_rule  # noqa: F401
 from .errors import GenerationError, did_you_mean, one_line
+from .policy import POLICIES, Fixed, Policy
 from .registry import Registry
 from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler, by_position
 from .target import LoadedTargetModel
@@ -48,6 +49,9 @@ class DecodeOptions:
         repetition_context_size: The penalty looks at this many last tokens.
         verify: The verification rule, or the name of a registered one: ``"first_mismatch"`` or
             ``"speculative_sampling"``, both exact, or one's own.
+        policy: How many drafts each block verifies: ``"full"`` (all), a number, ``"adaptive"`` (what commits most
+            tokens per second here; the drafter sleeps where it does not pay), the name of a registered policy, or a
+            :class:`~dflash.policy.Policy` of one's own. It never changes the text.
         stop_strings: The text ends before the first of these; matched across token boundaries.
         stop_token_ids: Tokens that end the answer; ``None``: the target's own.
         max_kv_size: Bound the target's caches to this many tokens, the first four always kept.
@@ -69,6 +73,7 @@ class DecodeOptions:
     repetition_penalty: float | None = None
     repetition_context_size: int = 20
     verify: VerifyRule | str = "first_mismatch"
+    policy: Policy | str | int = "full"
     stop_strings: Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     max_kv_size: int | None = None
@@ -95,7 +100,12 @@ class DecodeOptions:
             raise GenerationError("Give either a sampler, or temperature, top_p, min_p and top_k, not both.")
         if isinstance(self.logits_processors, str) or callable(self.logits_processors):
             raise GenerationError("logits_processors must be a list; put the one processor into brackets.")
-        self.build_sampler(), self.build_processors(), self.verify_rule()  # unknown names are refused here
+        (
+            self.build_sampler(),
+            self.build_processors(),
+            self.verify_rule(),
+            self.build_policy(),
+        )  # unknown names are refused here
 
     def build_sampler(self) -> Sampler:
         """The sampler asked for; one that is not mlx-lm's own sees one position at a time."""
@@ -114,6 +124,25 @@ class DecodeOptions:
     def verify_rule(self) -> VerifyRule:
         """The verification rule asked for."""
         return _found(VERIFY_RULES, self.verify)
+
+    def build_policy(self) -> Policy:
+        """The policy asked for, a new one where it was asked for by name.
+
+        Raises :class:`~dflash.errors.GenerationError` for one that reads the drafter's confidence beside a rule that
+        draws drafts: what is verified would depend on what was drawn, and the text would not be the target's.
+        """
+        policy = self.policy
+        if isinstance(policy, str):
+            policy = POLICIES.get(policy)()
+        elif not isinstance(policy, Policy):
+            require_count("policy", policy, 0)
+            policy = Fixed(policy)
+        if policy.reads_confidence and hasattr(self.verify_rule(), "draft"):
+            raise GenerationError(
+                f"The policy {self.policy!r} reads the drafter's confidence, and the rule {self.verify!r} draws its "
+                'drafts; together they are not exact. Use policy="full" or a number, or verify="first_mismatch".'
+            )
+        return policy
 
     @property
     def cache_options(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def bench(
     system: options.System = None,
     chat_template_config: options.TemplateConfig = None,
     verify: options.Verify = None,
+    policy: options.PolicyName = None,
     sampler: options.SamplerName = None,
     logits_processor: options.ProcessorNames = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -64,7 +65,7 @@ def bench(
     from ..bench import HELDOUT
 
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
-    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify)
+    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify, policy)
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
     options.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads

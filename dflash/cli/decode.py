@@ -40,6 +40,7 @@ def generate(
         typer.Option(metavar="STR", help="End before this text; repeatable.", callback=options.stop_strings),
     ] = None,
     verify: options.Verify = None,
+    policy: options.PolicyName = None,
     sampler: options.SamplerName = None,
     logits_processor: options.ProcessorNames = None,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -59,7 +60,7 @@ def generate(
     """
     text = options.prompt_text(prompt, keep_ends=not chat)
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
-    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify)
+    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify, policy)
     decoder = options.load_decoder(target, drafter, block_size, trust_remote_code)
     tokens = form.tokens(text, decoder.loaded_target)
     options.set_seed(seed)

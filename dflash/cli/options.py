@@ -126,6 +126,15 @@ Verify = Annotated[
         metavar="NAME", help="Verification rule: first_mismatch, or one that a plug-in adds.", callback=not_empty
     ),
 ]
+PolicyName = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        metavar="NAME|N",
+        help="Drafts that a block verifies: full (all), a number, adaptive (by measured cost), or a plug-in's.",
+        callback=not_empty,
+    ),
+]
 SamplerName = Annotated[
     str | None, typer.Option("--sampler", metavar="NAME", help="A sampler that a plug-in adds.", callback=not_empty)
 ]
@@ -151,6 +160,7 @@ class Sampling:
     sampler: str | None = None
     logits_processors: tuple[str, ...] = ()
     verify: str | None = None
+    policy: str | None = None
 
     def for_dflash(self) -> dict[str, Any]:
         """Options of ``stream_generate`` beside the temperature; what was not asked for is left to its defaults."""
@@ -160,8 +170,9 @@ class Sampling:
             "sampler": self.sampler,
             "logits_processors": list(self.logits_processors),
             "verify": self.verify,
+            "policy": int(self.policy) if self.policy and self.policy.isdecimal() else self.policy,
         }
-        return {name: value for name, value in asked.items() if value}
+        return {name: value for name, value in asked.items() if value or (name == "policy" and value is not None)}
 
     def for_plain(self) -> dict[str, Any]:
         """The same for plain mlx_lm: a sampler and logits processors.

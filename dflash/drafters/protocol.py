@@ -19,6 +19,10 @@ class Proposal:
     tokens: mx.array
     logits: mx.array | None = None
 
+    def first(self, count: int) -> "Proposal":
+        """The first ``count`` drafts."""
+        return Proposal(self.tokens[:, :count], None if self.logits is None else self.logits[:, :count])
+
 
 @runtime_checkable
 class Drafter(Protocol):

@@ -1,0 +1,229 @@
+"""How many drafts a block verifies: all, a fixed number, or the number that commits most tokens per second.
+
+Knows seconds and chances. Must not know tokens, text or models: a policy decides how long a block takes, never what
+it writes. Times and chances are learned from the blocks that are decoded anyway.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .registry import Registry
+
+PLAIN = 0
+"""Key of a plain step in a :class:`CostCurve`: one token, the next pass under way before it is read."""
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """What a block cost and brought.
+
+    Args:
+        drafted: Tokens that the drafter proposed; 0 while it sleeps.
+        verified: Drafts that the target's pass checked.
+        accepted: Drafts that it committed, beside a token of the target's own.
+        confidence: The drafter's probability of each verified draft; ``None`` where it was not read.
+        draft_seconds: Time of the proposal; 0 where it was not waited for.
+        verify_seconds: Time of the target's pass; of a plain step if nothing was drafted.
+    """
+
+    drafted: int
+    verified: int
+    accepted: int
+    confidence: Sequence[float] | None
+    draft_seconds: float
+    verify_seconds: float
+
+
+class Policy:
+    """Drafts always and verifies every draft. A policy of one's own overrides what it wants otherwise."""
+
+    reads_confidence = False
+    """Whether :meth:`verify_length` needs the drafter's probabilities: one more wait for the device in each block."""
+
+    def begin(self) -> None:
+        """A new text begins."""
+
+    def sleep(self) -> int:
+        """How many tokens to decode plainly before the next draft; 0 to draft now."""
+        return 0
+
+    def verify_length(self, drafted: int, confidence: Sequence[float] | None) -> int:
+        """How many of the ``drafted`` tokens to verify, given the drafter's probability of each."""
+        return drafted
+
+    def observe(self, block: BlockRecord) -> None:
+        """Learn from a finished block or plain step."""
+
+
+PolicyFactory = Callable[[], Policy]
+
+POLICIES: Registry[PolicyFactory] = Registry("policy", "dflash.policies")
+
+
+def register_policy(name: str) -> Callable[[PolicyFactory], PolicyFactory]:
+    """Decorator: make a :class:`Policy` class known as ``name``, for ``decoder.generate(..., policy=name)``."""
+    return POLICIES.register(name)
+
+
+POLICIES.register("full")(Policy)
+
+
+class Fixed(Policy):
+    """Verifies the first ``length`` drafts of every block.
+
+    Drafts are cut, not made shorter: a block that was filled at its full width is better at its beginning.
+    """
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def verify_length(self, drafted: int, confidence: Sequence[float] | None) -> int:
+        """The same number in every block, as far as there are drafts."""
+        return min(self.length, drafted)
+
+
+class CostCurve:
+    """Seconds of a target pass by its number of tokens, learned from passes of some lengths.
+
+    The curve is a staircase on every device (matrix tiles), so each length has a time of its own; between two known
+    lengths it is interpolated. What slows every pass alike (a longer context, a busy machine) moves the level of the
+    whole curve, so that a length that was not used for a while does not keep an old time.
+    """
+
+    def __init__(self, level_rate: float = 0.1, shape_rate: float = 0.3):
+        self._shape: dict[int, float] = {}
+        self._level = 1.0
+        self._level_rate, self._shape_rate = level_rate, shape_rate
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from one pass. A pass that took much longer than known counts as twice its known time."""
+        if tokens not in self._shape:
+            self._shape[tokens] = seconds / self._level
+            return
+        ratio = min(seconds / self[tokens], 2.0)  # a core that was taken away once is no new cost
+        self._level *= ratio**self._level_rate
+        self._shape[tokens] *= ratio ** (self._shape_rate - self._level_rate)
+
+    def __getitem__(self, tokens: int) -> float:
+        """Expected seconds of a pass of ``tokens``. Raises ``KeyError`` before anything was observed."""
+        if tokens in self._shape:
+            return self._shape[tokens] * self._level
+        below = max((n for n in self._shape if n < tokens), default=None)
+        above = min((n for n in self._shape if n > tokens), default=None)
+        if above is None:
+            if below is None:
+                raise KeyError(tokens)
+            return self._shape[below] * self._level
+        if below is None:  # as if half of a pass were a fixed cost: a hopeful guess, so that short ones are tried
+            return self._shape[above] * self._level * (1 + tokens / above) / 2
+        part = (tokens - below) / (above - below)
+        return (self._shape[below] * (1 - part) + self._shape[above] * part) * self._level
+
+
+class Calibration:
+    """The chance that a draft is accepted when all before it were, from the drafter's probability of it.
+
+    Drafters rank their own drafts well everywhere, and outside of what they learned they are far too sure. So two
+    numbers are fitted online, ``chance = sigmoid(slope * logit(probability) + offset)``, by an extended Kalman filter;
+    its forgetting lets it follow a text that changes. Without probabilities only the offset is fitted.
+    """
+
+    def __init__(self, forgetting: float = 0.99):
+        self._slope, self._offset = 1.0, 0.0
+        self._covariance = 0.05, 0.0, 0.5  # of the slope, between both, of the offset
+        self._forgetting = forgetting
+
+    def chance(self, probability: float | None) -> float:
+        """Between 0 and 1."""
+        return _sigmoid(self._slope * _logit(probability) + self._offset)
+
+    def observe(self, probability: float | None, accepted: bool) -> None:
+        """Learn from a draft that was reached: every one before it was accepted."""
+        x, chance = _logit(probability), self.chance(probability)
+        # The curvature of a very sure prediction is so small that one surprise would throw the fit about.
+        curvature = max(chance * (1 - chance), 0.02)
+        a, b, c = self._covariance
+        to_slope, to_offset = a * x + b, b * x + c  # covariance times input, the input being (x, 1)
+        gain = 1 / (1 / curvature + to_slope * x + to_offset)
+        error = (accepted - chance) / curvature
+        self._slope += to_slope * gain * error
+        self._offset += to_offset * gain * error
+        a, b, c = a - to_slope**2 * gain, b - to_slope * to_offset * gain, c - to_offset**2 * gain
+        grow = min(1 / self._forgetting, 2.0 / max(a, c))  # or forgetting would make it believe the last draft only
+        self._covariance = a * grow, b * grow, c * grow
+
+
+def _logit(probability: float | None) -> float:
+    if probability is None:
+        return 0.0
+    p = min(max(probability, 1e-3), 1 - 1e-3)
+    return math.log(p / (1 - p))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-max(min(x, 30.0), -30.0)))
+
+
+@register_policy("adaptive")
+class Adaptive(Policy):
+    """Verifies as many drafts as pay, and lets the drafter sleep where none do.
+
+    ``k`` drafts are expected to commit ``1 + survival(1) + .. + survival(k)`` tokens in ``draft + pass(k + 1)``
+    seconds; the best ``k`` is the greatest quotient over all ``k``, since the cost of a pass is a staircase. Where the
+    last blocks are expected to be slower than plain steps, the drafter sleeps for ``first_nap`` tokens, and each time
+    that it wakes in vain for twice as many, up to ``longest_nap``. The next text finds it awake.
+    """
+
+    reads_confidence = True
+
+    def __init__(self, first_nap: int = 8, longest_nap: int = 128, memory: float = 0.9):
+        self.passes, self.calibration = CostCurve(), Calibration()
+        self._first_nap, self._longest_nap, self._memory = first_nap, longest_nap, memory
+        self._draft_seconds: float | None = None
+        self._expected = 0.0  # tokens that the pass that was chosen last should commit
+        self.begin()
+
+    def begin(self) -> None:
+        """A new text begins: the drafter is awake, and what the last blocks brought is forgotten."""
+        self._tokens = self._seconds = 0.0  # of the last drafted blocks; older ones count less
+        self._nap, self._asleep = self._first_nap, 0
+
+    def sleep(self) -> int:
+        """What is left of a nap."""
+        return self._asleep
+
+    def verify_length(self, drafted: int, confidence: Sequence[float] | None) -> int:
+        """The length that commits most tokens per second; all of the first block, which tells what that costs."""
+        if self._draft_seconds is None:
+            return drafted
+        best, best_rate, expected, survival = 0, 0.0, 1.0, 1.0
+        for k in range(drafted + 1):
+            if k > 0:
+                survival *= self.calibration.chance(None if confidence is None else confidence[k - 1])
+                expected += survival
+            rate = expected / (self._draft_seconds + self.passes[k + 1])
+            if rate > best_rate:
+                best, best_rate, self._expected = k, rate, expected
+        return best
+
+    def observe(self, block: BlockRecord) -> None:
+        """Learn times and chances, and decide whether the drafter stays awake."""
+        if block.drafted == 0:
+            self.passes.observe(PLAIN, block.verify_seconds)
+            self._asleep = max(0, self._asleep - 1)
+            return
+        self.passes.observe(block.verified + 1, block.verify_seconds)
+        for i in range(min(block.accepted + 1, block.verified)):
+            self.calibration.observe(None if block.confidence is None else block.confidence[i], i < block.accepted)
+        if self._draft_seconds is None:
+            self._draft_seconds = block.draft_seconds
+            return
+        self._draft_seconds *= min(block.draft_seconds / self._draft_seconds, 2.0) ** 0.2
+        self._tokens = self._memory * self._tokens + self._expected
+        self._seconds = self._memory * self._seconds + block.draft_seconds + block.verify_seconds
+        if self._tokens * self.passes[PLAIN] >= self._seconds:
+            self._nap = self._first_nap
+        else:
+            self._asleep, self._nap = self._nap, min(2 * self._nap, self._longest_nap)
+            self._tokens = self._seconds = 0.0

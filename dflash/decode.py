@@ -6,7 +6,7 @@ Knows token ids and caches. Must not know text, chat templates, any architecture
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -184,20 +184,20 @@ def plain_steps(
 
     def launch(inputs: mx.array, history: mx.array) -> mx.array:
         logits, step_features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
-        chosen = sample_target(process_logits(processors, history, logits[0]), sampler)
-        mx.async_eval(chosen, step_features)
+        target_token = sample_target(process_logits(processors, history, logits[0]), sampler)
+        mx.async_eval(target_token, step_features)
         features.append(step_features)
-        return chosen
+        return target_token
 
     context = [state.tokens[-1]]
     history = mx.concatenate([history, inputs[0]])
     coming = launch(inputs, history)
     for left in range(count - 1, -1, -1):
-        began, chosen = time.perf_counter(), coming
+        began, target_token = time.perf_counter(), coming
         if left > 0:
-            history = mx.concatenate([history, chosen]) if processors else history
-            coming = launch(chosen[None], history)
-        tokens = token_ids(chosen)
+            history = mx.concatenate([history, target_token]) if processors else history
+            coming = launch(target_token[None], history)
+        tokens = token_ids(target_token)
         _check_committed(target, tokens)
         state.tokens += tokens
         policy.observe(BlockRecord(0, 0, 0, None, 0.0, time.perf_counter() - began))
@@ -215,7 +215,8 @@ def drafter_confidence(proposal: Proposal) -> list[float] | None:
     logits_LV = proposal.logits[0].astype(mx.float32)
     known_L1 = mx.clip(proposal.tokens[0, :, None], 0, logits_LV.shape[-1] - 1)  # ids are checked later
     own_L1 = mx.take_along_axis(logits_LV, known_L1, axis=-1)
-    return mx.exp(own_L1 - mx.logsumexp(logits_LV, axis=-1, keepdims=True))[:, 0].tolist()
+    confidence_L = mx.exp(own_L1 - mx.logsumexp(logits_LV, axis=-1, keepdims=True))[:, 0]
+    return cast(list[float], confidence_L.tolist())
 
 
 def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int]) -> None:

@@ -114,5 +114,5 @@ def _show(parts: list["Acceptance"], block_size: int, about: dict[str, Any], as_
     print(f"acceptance length {results['acceptance_length']:.3f} tokens per target pass")
     print(f"{results['prompts']} prompts, {results['blocks']} blocks, {results['generated_tokens']} tokens")
     print("position   blocks accepted up to it")
-    for position, share in enumerate(results["acceptance_by_position"], 1):
-        print(f"{position:8}   {share:.3f}")
+    for position, rate in enumerate(results["acceptance_by_position"], 1):
+        print(f"{position:8}   {rate:.3f}")

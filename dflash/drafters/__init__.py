@@ -1,4 +1,4 @@
-"""Every way to guess tokens, one file each, after one protocol (:mod:`.protocol`)."""
+"""Every way to propose tokens, one file each, after one protocol (:mod:`.protocol`)."""
 
 from .checkpoint import load_drafter as load_drafter
 from .checkpoint import save_drafter as save_drafter

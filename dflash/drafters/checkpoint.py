@@ -110,9 +110,9 @@ def _refuse_mask_embedding(path: Path) -> None:
 
 def _with_head_dim(values: dict[str, Any], weights: Weights) -> dict[str, Any]:
     """``values`` with the size of a head, as its norms have it where no config names it."""
-    places = [values, *map(values.get, ("text_config", "transformer_layer_config", "dflash_config"))]
+    sections = [values, *map(values.get, ("text_config", "transformer_layer_config", "dflash_config"))]
     norm = weights.get("layers.0.self_attn.q_norm.weight")
-    if norm is None or any(isinstance(place, dict) and place.get("head_dim") for place in places):
+    if norm is None or any(isinstance(section, dict) and section.get("head_dim") for section in sections):
         return values
     return values | {"head_dim": norm.size}
 

@@ -30,7 +30,7 @@ NAME = "ngram"
 SIZES = (5, 2)
 """Tokens that must agree for a place to be looked at, the anchor included; the longest that occurred counts."""
 
-PLACES = 32  # of an n-gram that are compared
+COMPARED = 32  # of an n-gram that are compared
 LONGEST = 32  # tokens of an agreement that are counted
 
 
@@ -80,30 +80,30 @@ class NgramCache:
     def best_place(self, anchor: int) -> tuple[int, int]:
         """The position after the earlier anchor with the longest agreement, and that in tokens; ``(0, 0)`` for none.
 
-        Of places that agree equally, the nearest to where the last copy would go on.
+        Of positions that agree equally, the nearest to where the last copy would go on.
         """
         best, agreement = self.expected, self._agreement(self.expected, 0, anchor)
         if agreement < self.sizes[-1]:
             best, agreement = 0, 0
         for size, ends in zip(self.sizes, self.ends, strict=True):
             ngram = (*self.tokens[max(self.offset + 1 - size, 0) :], anchor)
-            places = ends.get(ngram, [])
-            for end in self._nearest_and_latest(places):
+            positions = ends.get(ngram, [])
+            for end in self._nearest_and_latest(positions):
                 if agreement >= LONGEST:
                     break
                 agrees = self._agreement(end, size, anchor)
                 if agrees > agreement or (agrees == agreement and self._detour(end) < self._detour(best)):
                     best, agreement = end, agrees
-            if places:
+            if positions:
                 break
         return best, agreement
 
-    def _nearest_and_latest(self, places: list[int]) -> list[int]:
-        """Some of many places: those around where the last copy would go on, and the latest."""
-        if len(places) <= PLACES:
-            return places
-        near = bisect(places, self.expected)
-        return places[max(near - PLACES // 4, 0) : near + PLACES // 4] + places[-PLACES // 2 :]
+    def _nearest_and_latest(self, positions: list[int]) -> list[int]:
+        """Some of many positions: those around where the last copy would go on, and the latest."""
+        if len(positions) <= COMPARED:
+            return positions
+        near = bisect(positions, self.expected)
+        return positions[max(near - COMPARED // 4, 0) : near + COMPARED // 4] + positions[-COMPARED // 2 :]
 
     def _agreement(self, end: int, known: int, anchor: int) -> int:
         """Tokens before ``end`` that equal the end of the text and ``anchor``; of the last ``known`` this is known."""

@@ -135,16 +135,16 @@ def _checked(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Complete options of :func:`mlx.core.quantize`, with the mode's own where they lack."""
     mode = options.get("mode", "affine")
     group_size, bits = usual(mode)
-    chosen = {"group_size": options.get("group_size", group_size), "bits": options.get("bits", bits), "mode": mode}
-    fits = chosen["group_size"] in (32, 64, 128) and chosen["bits"] in (2, 3, 4, 5, 6, 8)
+    scheme = {"group_size": options.get("group_size", group_size), "bits": options.get("bits", bits), "mode": mode}
+    fits = scheme["group_size"] in (32, 64, 128) and scheme["bits"] in (2, 3, 4, 5, 6, 8)
     if mode != "affine":
-        fits = (chosen["group_size"], chosen["bits"]) == MODES[mode]
+        fits = (scheme["group_size"], scheme["bits"]) == MODES[mode]
     if not fits:
         expected = f"bits {bits} and group size {group_size}"
         if mode == "affine":
             expected = "bits 2, 3, 4, 5, 6 or 8 and a group size of 32, 64 or 128"
         raise CheckpointError(
-            f"The quantisation of {what} has bits {chosen['bits']!r} and group size {chosen['group_size']!r}; "
+            f"The quantisation of {what} has bits {scheme['bits']!r} and group size {scheme['group_size']!r}; "
             f"mode {mode!r} needs {expected}."
         )
-    return chosen
+    return scheme

@@ -76,7 +76,7 @@ def pack_of_three(seed: int = 0) -> list[Document]:
     ]
 
 
-def padded(documents: list[Document]) -> Batch:
+def pad_documents(documents: list[Document]) -> Batch:
     """The documents as one batch; what stands in the padding is random."""
     rng, longest = np.random.default_rng(5), max(len(d.tokens) for d in documents)
     tokens = rng.integers(0, VOCAB, (len(documents), longest))
@@ -99,7 +99,7 @@ def drafter(seed: int = 0, **changes) -> DFlashDraftModel:
 
 def loss_and_gradients(model: DFlashDraftModel, documents: list[Document], objective: ObjectiveSettings):
     loss = partial(drafter_loss, objective=objective, head=model._target.head)
-    value, gradients = nn.value_and_grad(model, loss)(model, padded(documents))
+    value, gradients = nn.value_and_grad(model, loss)(model, pad_documents(documents))
     return value.item(), dict(tree_flatten(gradients))
 
 

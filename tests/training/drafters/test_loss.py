@@ -27,7 +27,7 @@ from support.dense_loss import (
     log_softmax,
     loss_and_gradients,
     pack_of_three,
-    padded,
+    pad_documents,
 )  # fmt: skip
 from support.models import HIDDEN, draft_config, randomize, target
 
@@ -85,7 +85,7 @@ def test_the_chunk_size_changes_nothing(objective):
 
 def test_gradient_checkpointing_changes_nothing_but_memory():
     documents = [document(0, 200, [(1, 200)], list(range(10, 160)))]
-    model, batch, results = drafter(4, num_hidden_layers=12), padded(documents), []
+    model, batch, results = drafter(4, num_hidden_layers=12), pad_documents(documents), []
     for grad_checkpoint in (False, True):
         loss = partial(drafter_loss, objective=OBJECTIVES[0], grad_checkpoint=grad_checkpoint)
         step = nn.value_and_grad(model, loss)
@@ -134,7 +134,7 @@ def test_kl_compares_each_position_with_what_the_target_says_after_the_token_bef
     model = randomize(DFlashDraftModel(draft_config(VOCAB, block_size=size, sample_from_anchor=from_anchor)), 1)
     model.bind(real)
     documents, wanted = pack_of_three(), []
-    blocks = padded(documents)[:3]
+    blocks = pad_documents(documents)[:3]
     batch = with_target_pass(lambda _: blocks, real, model.target_layer_ids, True)(0)
     loss = drafter_loss(model, batch, ObjectiveSettings("kl", gamma=GAMMA), real.head)
     total, counted = 0.0, 0.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from support.cli import assert_one_error, invoke
-from support.dense_loss import VOCAB, dense_logits, drafter, pack_of_three, padded
+from support.dense_loss import VOCAB, dense_logits, drafter, pack_of_three, pad_documents
 from support.runs import write_recipe
 
 from dflash import load_drafter
@@ -45,7 +45,7 @@ def test_the_mix_is_between_its_parts():
 
 
 def test_logits_in_half_precision_are_scored_in_float32():
-    model, batch = drafter(), padded(pack_of_three())
+    model, batch = drafter(), pad_documents(pack_of_three())
     head, kept = model._target.head, []
     model._target.head = lambda hidden: head(hidden).astype(mx.bfloat16)
 
@@ -65,7 +65,7 @@ def test_an_objective_of_a_plug_in_trains_by_its_name_and_options():
     def first_only(predictions, upto):
         return token_cross_entropy(predictions) * (predictions.positions_T <= upto)
 
-    model, batch = drafter(), padded(pack_of_three())
+    model, batch = drafter(), pad_documents(pack_of_three())
     settings = from_dict(ObjectiveSettings, {"kind": "first_only", "options": {"upto": 5}}, "recipe")
     assert drafter_loss(model, batch, settings).item() == drafter_loss(model, batch, ObjectiveSettings()).item()
     one, two = (drafter_loss(model, batch, ObjectiveSettings("first_only", options={"upto": n})) for n in (1, 2))
@@ -122,7 +122,7 @@ def test_impossible_objectives_are_refused_by_name():
         ObjectiveSettings(gamma=0)
     with pytest.raises(SettingsError, match=r"chunk must be .* got 0"):
         from_dict(ObjectiveSettings, {"chunk": 0}, "recipe")
-    batch = padded(pack_of_three())
+    batch = pad_documents(pack_of_three())
     with pytest.raises(ValueError, match="needs the target's head"):
         drafter_loss(drafter(), batch, ObjectiveSettings("kl"))
     with pytest.raises(ValueError, match="needs the target's final hidden states"):
@@ -139,7 +139,7 @@ def tables(model):
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "kl", "mix"])
 def test_scores_without_gradients_have_the_loss_of_training_and_count_every_position(kind):
-    model, batch = drafter(), padded(pack_of_three())
+    model, batch = drafter(), pad_documents(pack_of_three())
     head, settings = model._target.head, ObjectiveSettings(kind, chunk=7)
     found = score(model, batch, settings, head)
     assert found.loss / found.weight == pytest.approx(drafter_loss(model, batch, settings, head).item(), rel=1e-5)

@@ -29,10 +29,17 @@ def progress(
         total = done + len(items)  # type: ignore[arg-type]
     if not show:
         yield from items
-    elif sys.stderr.isatty() or "ipykernel" in sys.modules:
+    elif draws_bars():
         yield from tqdm(items, what, total=total, initial=done, leave=False)
     else:
         yield from _with_lines(items, what, total, done)
+
+
+def draws_bars() -> bool:
+    """Whether standard error is a terminal, or this is a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return sys.stderr.isatty() or hasattr(shell, "kernel")
 
 
 def _with_lines(items: Iterable[T], what: str, total: int | None, done: int) -> Iterator[T]:

@@ -3,7 +3,6 @@
 Knows time, tokens and memory. Must not know what is trained.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 from tqdm.auto import tqdm
+
+from dflash.progress import draws_bars
 
 from .gradients import Batch
 
@@ -92,7 +93,7 @@ def duration(seconds: float) -> str:
 
 def step_bar(begun: int, steps: int, name: str, *, show: bool, note: Callable[[], str]) -> Iterator[int]:
     """The numbers of the steps, with a bar on a terminal or in a notebook; elsewhere the log's lines are enough."""
-    if not show or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+    if not show or not draws_bars():
         yield from range(begun, steps)
         return
     layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"

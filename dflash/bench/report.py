@@ -100,7 +100,7 @@ class Report:
             "draft_ms": 1000 * self.limit.draft,
             "verify_ms": 1000 * self.limit.verify,
             "speedup": self.limit.speedup,
-            "share_reached": reached and reached / self.limit.speedup,
+            "fraction_reached": reached and reached / self.limit.speedup,
         }
 
     def _cells(self, number: int, result: PromptResult, verdict: tuple[bool, bool] | None) -> list[str]:
@@ -139,12 +139,12 @@ class Report:
             lines.append(f"correct      plain {c['plain']}, DFlash {c['dflash']} of {c['of']}")
         if limit is None:
             return [*lines, "limit        not measured: the answers have too few blocks for it"]
-        share = limit["share_reached"]
+        reached = limit["fraction_reached"]
         return [
             *lines,
             f"limit        {limit['speedup']:.2f} = {limit['acceptance_length']:.2f} x {limit['plain_ms']:.2f} ms / "
             f"({limit['draft_ms']:.2f} ms + {limit['verify_ms']:.2f} ms), tau x plain / (draft + verify)",
-            f"reached      {_number(share and 100 * share, 0)} % of the limit, by the ratio of the totals",
+            f"reached      {_number(reached and 100 * reached, 0)} % of the limit, by the ratio of the totals",
         ]
 
     def overall_identity(self) -> str:

@@ -29,7 +29,7 @@ def test_the_report_says_where_tokens_differ_and_how_close_it_was():
     plain = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert [p["identical"] for p in plain["prompts"]] == [True, False]
     assert plain["prompts"][1]["difference"] == {"position": 7, "plain": 1, "dflash": 2, "margin": 0.00012}
-    assert plain["limit"]["share_reached"] == pytest.approx(1 / 4)
+    assert plain["limit"]["fraction_reached"] == pytest.approx(1 / 4)
 
 
 def test_a_sampled_report_claims_neither_identity_nor_difference():

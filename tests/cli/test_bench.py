@@ -51,7 +51,7 @@ def test_bench_json_has_what_is_needed_to_compare_later(pair, prompts):
     assert environment["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", environment["commit"])
 
 
-def test_bench_reports_the_measured_limit_and_the_share_reached(pair, prompts, monkeypatch):
+def test_bench_reports_the_measured_limit_and_the_fraction_reached(pair, prompts, monkeypatch):
     asked = []
 
     def measured(decoder, prompt, answer, tau, sampler):
@@ -68,7 +68,7 @@ def test_bench_reports_the_measured_limit_and_the_share_reached(pair, prompts, m
     limit = report["limit"]
     assert (limit["plain_ms"], limit["draft_ms"], limit["verify_ms"]) == pytest.approx((6, 1, 2))
     assert limit["speedup"] == pytest.approx(2 * tau)  # tau * 6 / (1 + 2)
-    assert limit["share_reached"] == pytest.approx(report["total"]["overall_ratio"] / (2 * tau))
+    assert limit["fraction_reached"] == pytest.approx(report["total"]["overall_ratio"] / (2 * tau))
 
 
 def test_ctrl_c_leaves_the_table_of_what_was_measured(pair, prompts, monkeypatch):

@@ -38,12 +38,12 @@ def packed(weights: dict, options: dict, names, stored: mx.Dtype = mx.bfloat16) 
     """Weights with the layers ``names`` packed as ``options`` say, and the same unpacked again."""
     dense, quantised = dict(weights), dict(weights)
     for name in names:
-        chosen = options.get(name) or {k: v for k, v in options.items() if not isinstance(v, dict)}
-        parts = mx.quantize(weights[f"{name}.weight"].astype(stored), **chosen)
+        scheme = options.get(name) or {k: v for k, v in options.items() if not isinstance(v, dict)}
+        parts = mx.quantize(weights[f"{name}.weight"].astype(stored), **scheme)
         quantised[f"{name}.weight"] = parts[0]
         quantised |= {f"{name}.{part}": value for part, value in zip(("scales", "biases"), parts[1:], strict=False)}
         wide = [p.astype(mx.float32) if mx.issubdtype(p.dtype, mx.floating) else p for p in parts]
-        dense[f"{name}.weight"] = mx.dequantize(*wide, **chosen).astype(mx.float32)
+        dense[f"{name}.weight"] = mx.dequantize(*wide, **scheme).astype(mx.float32)
     return quantised, dense
 
 

@@ -303,7 +303,7 @@ def test_a_run_folder_of_another_recipe_or_other_data_is_refused(undisturbed, fo
         train(recipe(folder, "undisturbed", f"data.folder={tmp_path / 'data'}"))
 
 
-def test_a_run_that_an_explosion_stopped_goes_on_with_a_greater_limit(folder):
+def test_a_run_that_a_loss_spike_stopped_goes_on_with_a_greater_limit(folder):
     short = "run.steps=20", "run.evaluate_every=100"
     with pytest.raises(TrainingError, match=r"more than 1 times .* raise run.max_loss_spike"):
         train(recipe(folder, "exploding", *short, "run.max_loss_spike=1.0000001"))

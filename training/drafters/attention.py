@@ -59,7 +59,7 @@ def _tiles(anchors_NA: np.ndarray, window: int | None) -> Iterator[_Tile]:
 
     Rows of a tile may be padded on both sides, with context that some blocks do not see (:func:`context_mask` hides
     it) and with repeated anchors that only fill a row (they are computed, and count nowhere). ``stop`` is the last
-    anchor itself, which is not seen, but never less than ``start + 1``: a block at position 0 sees no context, and
+    anchor itself, which is not visible, but never less than ``start + 1``: a block at position 0 has no context, and
     a softmax over no columns has no largest score.
     """
     for first in range(0, anchors_NA.shape[1], _ANCHORS_AT_ONCE):

@@ -120,8 +120,8 @@ def test_each_split_keeps_the_order_of_the_dataset_and_its_shards_add_up(tmp_pat
     parts = [some_sequences(n) for n in (4, 1, 5)]
     save_dataset(tmp_path, parts, heldout=6)
     everything, kept = Sequences.concatenate(parts), np.arange(10) < 4
-    for split, chosen in (("train", kept), ("heldout", ~kept)):
-        opened, expected = open_dataset(tmp_path, split, None), everything.select(chosen)
+    for split, rows in (("train", kept), ("heldout", ~kept)):
+        opened, expected = open_dataset(tmp_path, split, None), everything.select(rows)
         for name in ("tokens", "loss_mask", "lengths"):
             assert np.array_equal(getattr(opened, name), getattr(expected, name))
     assert shard_sizes(tmp_path, "train") == [4, 0, 0]

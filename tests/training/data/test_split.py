@@ -26,13 +26,13 @@ def test_a_conversation_is_on_one_side_whatever_follows_its_opening():
 
 @given(DIGESTS, st.floats(0, 99), st.integers(0, 30))
 def test_at_least_so_many_are_held_out_and_some_always_remain_beside_them(digests, percent, at_least):
-    held, share = is_heldout(digests, HeldoutRule(percent, at_least)), is_heldout(digests, HeldoutRule(percent, 0))
+    held, by_percent = is_heldout(digests, HeldoutRule(percent, at_least)), is_heldout(digests, HeldoutRule(percent, 0))
     distinct, kept = len(np.unique(digests)), len(np.unique(digests[held]))
-    assert (share <= held).all()
+    assert (by_percent <= held).all()
     if percent == 0:
         assert not held.any()
     else:
-        assert kept == max(len(np.unique(digests[share])), min(at_least, distinct - 1))
+        assert kept == max(len(np.unique(digests[by_percent])), min(at_least, distinct - 1))
     assert all(held[digests == digest].all() or not held[digests == digest].any() for digest in digests)
 
 

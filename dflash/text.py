@@ -27,7 +27,8 @@ class TextStream:
         """Text and tokens that became certain with ``tokens``; nothing once a stop string was found."""
         segment = ""
         for token in tokens:  # read after each: mlx-lm's naive detokenizer forgets a half character after a newline
-            self._waiting.append((token, self._released + len(self._held) + len(segment)))
+            begin = self._released + len(self._held) + len(segment) + self._spaces_kept_back()
+            self._waiting.append((token, begin))
             self._detokenizer.add_token(token)
             segment += self._detokenizer.last_segment
         return self._release(segment)
@@ -36,6 +37,11 @@ class TextStream:
         """The rest of text and tokens after the last token."""
         self._detokenizer.finalize()
         return self._release(self._detokenizer.last_segment, last=True)
+
+    def _spaces_kept_back(self) -> int:
+        """Spaces already added that mlx-lm's detokenizer of byte-level tokens shows with the next token only."""
+        pending = getattr(self._detokenizer, "_unflushed", None)
+        return len(pending) - len(pending.lstrip("Ġ")) if isinstance(pending, str) else 0
 
     def _release(self, segment: str, last: bool = False) -> tuple[str, list[int]]:
         """What is certain; the stop string that begins first wins, so the text does not depend on block borders."""

@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, settings
 import dflash  # (before any `import mlx`: loads the fast BLAS)
 
 # The first example of a shape pays for building a model, so examples have no even duration.
-settings.register_profile("dflash", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_SLOW_START = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dflash", derandomize=True, **_SLOW_START)  # the same examples in every run
+settings.register_profile("random", **_SLOW_START)  # new ones: pytest --hypothesis-profile=random
 settings.load_profile("dflash")
 
 

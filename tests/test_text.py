@@ -65,6 +65,9 @@ def test_the_stream_is_the_text_before_its_first_stop_string_for_any_split(text,
 @example("xab t", {1, 2, 3}, ["ab t"], True)  # begun in one block, complete in a later one
 @example("aab", {1}, ["b"], True)  # begins inside the token "ab"
 @example("a日b", {2}, ["日"], False)  # begins with a character of three tokens
+@example("a a", set(), [" "], True)  # begins in a space, which shows with the next token only
+@example("a 😀a", {1, 2, 3, 4}, ["😀"], True)  # begins after a space that is kept back
+@example("a at", {1, 2, 3}, [" at"], True)  # as above, complete in a later block
 def test_the_last_token_is_the_one_in_which_the_stop_string_begins_for_any_split(text, cuts, stops, fast):
     text = text.lstrip(" ")
     tokens = byte_tokenizer().encode(text)

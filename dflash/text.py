@@ -55,7 +55,7 @@ class TextStream:
             self.stopped, end, text = True, found, text[:found]
         self._held = text[end:]
         self._released += end
-        certain = [token for token, begin in self._waiting if begin <= self._released]
+        certain = [token for token, begin in self._waiting if not self._stop_strings or begin <= self._released]
         self._waiting = self._waiting[len(certain) :]
         return text[:end], certain
 

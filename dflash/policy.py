@@ -91,19 +91,18 @@ class CostCurve:
     whole curve, so that a length that was not used for a while does not keep an old time.
     """
 
-    def __init__(self, level_rate: float = 0.1, shape_rate: float = 0.3):
+    def __init__(self, level_rate: float = 0.3):
         self._shape: dict[int, float] = {}
-        self._level = 1.0
-        self._level_rate, self._shape_rate = level_rate, shape_rate
+        self._level, self._level_rate = 1.0, level_rate
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from one pass. A pass that took much longer than known counts as twice its known time."""
+        """Learn from one pass."""
         if tokens not in self._shape:
             self._shape[tokens] = seconds / self._level
             return
-        ratio = min(seconds / self[tokens], 2.0)  # a core that was taken away once is no new cost
-        self._level *= ratio**self._level_rate
-        self._shape[tokens] *= ratio ** (self._shape_rate - self._level_rate)
+        change = _change(seconds / self[tokens])
+        self._level *= change**self._level_rate
+        self._shape[tokens] *= change ** (1 - self._level_rate)
 
     def __getitem__(self, tokens: int) -> float:
         """Expected seconds of a pass of ``tokens``. Raises ``KeyError`` before anything was observed."""
@@ -152,6 +151,15 @@ class Calibration:
         a, b, c = a - to_slope**2 * gain, b - to_slope * to_offset * gain, c - to_offset**2 * gain
         grow = min(1 / self._forgetting, 2.0 / max(a, c))  # or forgetting would make it believe the last draft only
         self._covariance = a * grow, b * grow, c * grow
+
+
+def _change(ratio: float) -> float:
+    """What to multiply a known time by, after a time of ``ratio`` times it.
+
+    Noise only adds: a core that was taken away once, or arrays that had to be made first. So what is shorter is
+    believed sooner than what is longer, and more than twice the known time counts as twice.
+    """
+    return ratio**0.5 if ratio < 1 else float(min(ratio, 2.0) ** 0.25)
 
 
 def _logit(probability: float | None) -> float:
@@ -219,7 +227,7 @@ class Adaptive(Policy):
         if self._draft_seconds is None:
             self._draft_seconds = block.draft_seconds
             return
-        self._draft_seconds *= min(block.draft_seconds / self._draft_seconds, 2.0) ** 0.2
+        self._draft_seconds *= _change(block.draft_seconds / self._draft_seconds)
         self._tokens = self._memory * self._tokens + self._expected
         self._seconds = self._memory * self._seconds + block.draft_seconds + block.verify_seconds
         if self._tokens * self.passes[PLAIN] >= self._seconds:

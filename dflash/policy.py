@@ -105,19 +105,22 @@ class CostCurve:
         self._shape[tokens] *= change ** (1 - self._level_rate)
 
     def __getitem__(self, tokens: int) -> float:
-        """Expected seconds of a pass of ``tokens``. Raises ``KeyError`` before anything was observed."""
-        if tokens in self._shape:
-            return self._shape[tokens] * self._level
-        below = max((n for n in self._shape if n < tokens), default=None)
-        above = min((n for n in self._shape if n > tokens), default=None)
+        """Expected seconds of a pass of ``tokens``. Raises ``KeyError`` before anything was observed.
+
+        Never more than what a longer pass is known to take: a time that was long by chance would not be tried again.
+        """
+        above = min((n for n in self._shape if n >= tokens), default=None)
+        below = max((n for n in self._shape if n <= tokens), default=None)
         if above is None:
             if below is None:
                 raise KeyError(tokens)
             return self._shape[below] * self._level
+        at_most = min(seconds for n, seconds in self._shape.items() if n >= tokens)
         if below is None:  # as if half of a pass were a fixed cost: a hopeful guess, so that short ones are tried
-            return self._shape[above] * self._level * (1 + tokens / above) / 2
-        part = (tokens - below) / (above - below)
-        return (self._shape[below] * (1 - part) + self._shape[above] * part) * self._level
+            return at_most * self._level * (1 + tokens / above) / 2
+        part = (tokens - below) / (above - below) if above > below else 0.0
+        between = self._shape[below] * (1 - part) + self._shape[above] * part
+        return min(between, at_most) * self._level
 
 
 class Calibration:
@@ -185,7 +188,7 @@ class Adaptive(Policy):
 
     reads_confidence = True
 
-    def __init__(self, first_nap: int = 8, longest_nap: int = 128, memory: float = 0.9):
+    def __init__(self, first_nap: int = 8, longest_nap: int = 128, memory: float = 0.8):
         self.passes, self.calibration = CostCurve(), Calibration()
         self._first_nap, self._longest_nap, self._memory = first_nap, longest_nap, memory
         self._draft_seconds: float | None = None
@@ -194,7 +197,7 @@ class Adaptive(Policy):
 
     def begin(self) -> None:
         """A new text begins: the drafter is awake, and what the last blocks brought is forgotten."""
-        self._tokens = self._seconds = 0.0  # of the last drafted blocks; older ones count less
+        self._tokens = self._seconds = 0.0  # expected of the last drafted blocks; older ones count less
         self._nap, self._asleep = self._first_nap, 0
 
     def sleep(self) -> int:
@@ -229,7 +232,7 @@ class Adaptive(Policy):
             return
         self._draft_seconds *= _change(block.draft_seconds / self._draft_seconds)
         self._tokens = self._memory * self._tokens + self._expected
-        self._seconds = self._memory * self._seconds + block.draft_seconds + block.verify_seconds
+        self._seconds = self._memory * self._seconds + self._draft_seconds + self.passes[block.verified + 1]
         if self._tokens * self.passes[PLAIN] >= self._seconds:
             self._nap = self._first_nap
         else:

@@ -116,7 +116,7 @@ class CostCurve:
                 raise KeyError(tokens)
             return self._shape[below] * self._level
         at_most = min(seconds for n, seconds in self._shape.items() if n >= tokens)
-        if below is None:  # as if half of a pass were a fixed cost: a hopeful guess, so that short ones are tried
+        if below is None:  # as if half of a pass were a fixed cost: hopeful, so that short ones are tried
             return at_most * self._level * (1 + tokens / above) / 2
         part = (tokens - below) / (above - below) if above > below else 0.0
         between = self._shape[below] * (1 - part) + self._shape[above] * part

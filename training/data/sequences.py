@@ -57,8 +57,8 @@ class Sequences:
     @classmethod
     def concatenate(cls, parts: Iterable["Sequences"]) -> "Sequences":
         """All sequences of ``parts``, in order."""
-        joined = zip(*((part.tokens, part.loss_mask, part.lengths) for part in parts), strict=True)
-        return cls(*(np.concatenate(arrays) for arrays in joined))
+        columns = zip(*((part.tokens, part.loss_mask, part.lengths) for part in parts), strict=True)
+        return cls(*(np.concatenate(arrays) for arrays in columns))
 
 
 def plan_batches(lengths: Ints, batch_tokens: int, seed: int, pool: int = 1024) -> list[Ints]:

@@ -180,31 +180,28 @@ def plain_steps(
     The features are kept for the drafter, which gets them when it wakes. After the last token both caches hold
     exactly the committed tokens without the new anchor; where the caller stops earlier, the target's is a token ahead.
     """
-    inputs, history, features = state.anchor, mx.array(state.tokens[:-1]), []
+    begin, history, features = len(state.tokens) - 1, mx.array(state.tokens), []
 
-    def launch(inputs: mx.array, history: mx.array) -> mx.array:
+    def launch(inputs: mx.array) -> mx.array:
         logits, step_features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
         target_token = sample_target(process_logits(processors, history, logits[0]), sampler)
         mx.async_eval(target_token, step_features)
         features.append(step_features)
         return target_token
 
-    context = [state.tokens[-1]]
-    history = mx.concatenate([history, inputs[0]])
-    coming = launch(inputs, history)
+    coming = launch(state.anchor)
     for left in range(count - 1, -1, -1):
         began, target_token = time.perf_counter(), coming
         if left > 0:
             history = mx.concatenate([history, target_token]) if processors else history
-            coming = launch(target_token[None], history)
+            coming = launch(target_token[None])
         tokens = token_ids(target_token)
         _check_committed(target, tokens)
         state.tokens += tokens
         policy.observe(BlockRecord(0, 0, 0, None, 0.0, time.perf_counter() - began))
-        if left > 0:
-            context += tokens
-        else:
-            drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, mx.array([context]))
+        if left == 0:
+            context = mx.array([state.tokens[begin:-1]])
+            drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
         yield Block([], tokens, 0)
 
 

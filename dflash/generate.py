@@ -263,7 +263,9 @@ class DFlashSpeculativeDecoder:
         """One instance a name: what a policy learned of this machine serves the next request too."""
         if not isinstance(options.policy, str):
             return options.build_policy()
-        return self._policies.setdefault(options.policy, options.build_policy())
+        if options.policy not in self._policies:
+            self._policies[options.policy] = options.build_policy()
+        return self._policies[options.policy]
 
     def _decode(
         self, prompt: list[int], max_tokens: int, options: DecodeOptions, cache: TargetCache

@@ -28,11 +28,11 @@ import numpy as np
 from einops import rearrange
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from dflash import DFlashConfig, DFlashDraftModel
 from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads
 from dflash.cpu_math import softmax
+from dflash.progress import progress
 
 from .drafters.attention import block_attention
 from .drafters.forward import BlockAttention
@@ -216,7 +216,7 @@ def main() -> None:
     for heading in ("S", "A", "ours s", "dense s", "ratio", "ours MB", "dense MB", "ratio", "losses differ"):
         table.add_column(heading, justify="right")
     sizes = [(context, anchors) for context in options.contexts for anchors in options.anchors]
-    for context, anchors in tqdm(sizes, disable=None, unit="size"):
+    for context, anchors in progress(sizes, "step benchmark"):
         run = step(model, context, anchors, options.chunk)
         pairs = list(in_turns(run, options.repeats))
         ours, dense = zip(*pairs, strict=True)

@@ -205,6 +205,14 @@ def test_no_policy_changes_the_text(kind, policy):
     assert tokens[0, 5:].tolist() == expected
 
 
+def test_logits_processors_see_every_token_before_theirs_in_naps_too():
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2))
+    options = {"repetition_penalty": 1.5, "stop_token_ids": []}
+    full = decoder.spec_generate([3, 1, 4, 1, 5], 40, **options)
+    assert full.tolist() != decoder.spec_generate([3, 1, 4, 1, 5], 40, stop_token_ids=[]).tolist()
+    assert decoder.spec_generate([3, 1, 4, 1, 5], 40, policy=Dozing(), **options).tolist() == full.tolist()
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "sliding"])
 def test_after_a_nap_both_caches_hold_what_was_committed(kind):
     models, policy = (target(kind, 1), bound_drafter(kind, 2)), Dozing()

@@ -39,6 +39,15 @@ _NOTES = re.compile(
 )
 
 
+def signs(config: Mapping[str, Any]) -> Values:
+    """What tells the kind of a ``config.json``: its keys of all levels on one, with two lists of names.
+
+    ``architectures`` and ``algorithms`` (of vLLM's speculators, in lower case) are lists, empty where there is none.
+    """
+    values, _ = _unwrapped(config)
+    return values | {"architectures": _names(values.get("architectures")), "algorithms": _algorithms(config)}
+
+
 def published_values(config: Mapping[str, Any], known: Collection[str]) -> Values:
     """What a ``config.json`` of any packaging says, under the names in ``known``; null values are left out.
 
@@ -46,18 +55,18 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     one misspelt, and for unknown keys inside ``dflash_config``.
     """
     values, inner = _unwrapped(config)
-    speculators = config.get("speculators_config") if isinstance(config.get("speculators_config"), dict) else {}
-    algorithms = [config.get("speculators_model_type"), (speculators or {}).get("algorithm")]
+    speculators, algorithms = _speculators(config), _algorithms(config)
     architectures = _names(values.get("architectures"))
     refuse_architecture(architectures, algorithms)
     if values.get("hidden_act"):
         values.pop("hidden_activation", None)  # Gemma's own spelling, left over from the target
     for name, value in values.items():
-        refuse_key(name, value)
+        if name not in known:
+            refuse_key(name, value)
 
     values = {name: _whole(name, value) for name, value in values.items()}
     _taps(values)
-    _anchor(values, architectures, speculators or {}, [str(a).lower() for a in algorithms])
+    _anchor(values, architectures, speculators, algorithms)
     _causality(values, config, inner)
     _width(values)
     _rope(values)
@@ -236,6 +245,16 @@ def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _given(recipe: Mapping[str, Any]) -> Values:
     return {name: value for name, value in recipe.items() if value is not None}
+
+
+def _speculators(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = config.get("speculators_config")
+    return section if isinstance(section, dict) else {}
+
+
+def _algorithms(config: Mapping[str, Any]) -> list[str]:
+    named = config.get("speculators_model_type"), _speculators(config).get("algorithm")
+    return [str(name).lower() for name in named if name]
 
 
 def _names(value: Any) -> list[str]:

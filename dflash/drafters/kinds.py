@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError, did_you_mean
 from ..registry import Registry
+from .formats import signs
 
 T = TypeVar("T", bound=type)
 
@@ -26,7 +27,9 @@ def register_drafter(kind: str) -> Callable[[T], T]:
     The class is a subclass of :class:`~dflash.drafters.dflash.DFlashDraftModel`, or an ``mlx.nn.Module`` that follows
     :class:`~dflash.drafters.protocol.Drafter`, is made from its config alone, and has two attributes: ``config`` and,
     on the class, ``config_class``. That is :class:`~dflash.drafters.config.DFlashConfig`, or a frozen dataclass
-    derived from it whose further fields (with defaults) are the kind's own options in ``config.json``.
+    derived from it whose further fields (with defaults) are the kind's own options in ``config.json``. Where published
+    files of the kind name it in their own way, a class method ``recognises(signs) -> bool`` says so
+    (:func:`~dflash.drafters.formats.signs`).
 
     A package announces its kinds under the entry-point group ``dflash.drafters``. Raises ``TypeError`` unless
     ``kind`` is a name.
@@ -56,6 +59,8 @@ def kind_of(model: object) -> str:
 def kind_in(config: Mapping[str, Any]) -> str:
     """The kind that a ``config.json`` names by ``drafter_kind``, else by ``model_type`` or ``architectures``.
 
+    What names none is of the first kind that recognises it by its keys, else of the kind ``"dflash"``.
+
     Raises :class:`~dflash.errors.CheckpointError` if ``drafter_kind`` names one that is not registered.
     """
     known = drafters.all()
@@ -68,7 +73,13 @@ def kind_in(config: Mapping[str, Any]) -> str:
             )
         return str(explicit)
     names = [config.get("model_type"), *_architectures(config)]
-    return next((name for name in names if isinstance(name, str) and name in known), DEFAULT)
+    named = next((name for name in names if isinstance(name, str) and name in known), None)
+    if named is not None:
+        return named
+    found = signs(config)
+    return next(
+        (name for name, kind in known.items() if hasattr(kind, "recognises") and kind.recognises(found)), DEFAULT
+    )
 
 
 def _architectures(config: Mapping[str, Any]) -> list[Any]:

@@ -140,8 +140,7 @@ def heldout_scores(
     dtype: mx.Dtype | None = None,
 ) -> Scores:
     """Loss and accuracy by position over ``batches``; no text is decoded. ``dtype`` is what the loss is computed in."""
-    nothing = Scores(0.0, 0.0, *np.zeros((2, model.block_size - 1), dtype=np.int64))
-    return sum((score(model, batch(), objective, head, dtype=dtype) for batch in batches), nothing)
+    return sum((score(model, batch(), objective, head, dtype=dtype) for batch in batches), Scores.none(model))
 
 
 def heldout_prompts(sequences: Sequences, count: int, longest: int | None = None) -> list[list[int]]:

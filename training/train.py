@@ -34,7 +34,7 @@ from .callbacks import CALLBACKS, RunInfo, listeners
 from .data.dataset import dataset_fingerprint, open_dataset, read_manifest
 from .data.mask_token import require_unused
 from .data.sequences import Sequences
-from .drafters.init import drafter_config, new_drafter
+from .drafters.init import new_drafter
 from .drafters.loss import Batch, Scores, drafter_loss
 from .evaluate import Acceptance, heldout_batches, heldout_prompts, heldout_scores, measure
 from .export import EXPORTED, export, require_only_a_drafter
@@ -137,7 +137,7 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
     prompts = list(ranks.shard(_prompts(recipe, heldout, target)))
     drafter = new_drafter(recipe.drafter, target)
     require_unused(drafter.config.mask_token_id, target, sequences, heldout)
-    batch = _with_features(recipe, batches, target, drafter.target_layer_ids, sequences)
+    batch = _with_features(recipe, batches, target, drafter, sequences)
 
     folder = recipe.run.folder
     identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(sequences)}
@@ -221,11 +221,11 @@ def _with_features(
     recipe: Recipe,
     batches: Batches,
     target: LoadedTargetModel,
-    layer_ids: tuple[int, ...],
+    drafter: DFlashDraftModel,
     sequences: Sequences,
 ) -> Callable[[int], Batch]:
     """Batches with the target's features, computed or read from the disk."""
-    with_hidden = recipe.objective.needs_target_logits
+    layer_ids, with_hidden = drafter.target_layer_ids, _needs_target_logits(recipe, drafter)
     if recipe.data.cached_features is None:
         return with_target_pass(batches, target, layer_ids, with_hidden)
     wanted = describe(recipe.data, sequences, target, layer_ids, with_hidden)
@@ -244,11 +244,16 @@ def cache_features(recipe: Recipe) -> Path:
     keep_freed_memory()
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
-    layer_ids = drafter_config(recipe.drafter, target).target_layer_ids
-    wanted = describe(recipe.data, sequences, target, layer_ids, recipe.objective.needs_target_logits)
+    drafter = new_drafter(recipe.drafter, target)
+    with_hidden = _needs_target_logits(recipe, drafter)
+    wanted = describe(recipe.data, sequences, target, drafter.target_layer_ids, with_hidden)
     with _own(folder, "data.cached_features"):
         write_features(folder, recipe.data, sequences, target, wanted)
     return folder
+
+
+def _needs_target_logits(recipe: Recipe, drafter: DFlashDraftModel) -> bool:
+    return recipe.objective.needs_target_logits or drafter.needs_target_logits
 
 
 def _batches_needed(recipe: Recipe) -> int | None:
@@ -304,7 +309,7 @@ def _evaluation(
 ) -> Callable[[], dict[str, Any]]:
     """All ranks' evaluation: decode the prompts, and score as many heldout sequences without decoding."""
     first = heldout.select(np.arange(len(heldout)) < recipe.run.evaluate_prompts)
-    with_hidden, dtype = recipe.objective.needs_target_logits, drafter_dtype(target)
+    with_hidden, dtype = _needs_target_logits(recipe, drafter), drafter_dtype(target)
     batches = ranks.shard(heldout_batches(first, recipe.data, target, drafter.target_layer_ids, with_hidden))
 
     def evaluate() -> dict[str, Any]:
@@ -314,8 +319,10 @@ def _evaluation(
         verified, accepted = np.split(counts[2:], 2)
         acceptance = Acceptance(int(counts[0]), int(counts[1]), verified, accepted)
         mine = heldout_scores(drafter, batches, recipe.objective, target.head, dtype)
-        sums = ranks.all_reduce_sum(np.array([mine.loss, mine.weight, *mine.predictions, *mine.right]))
-        predictions, right = np.split(sums[2:], 2)
-        return acceptance.results() | Scores(float(sums[0]), float(sums[1]), predictions, right).results()
+        by_position = np.stack([mine.predictions, *mine.hits.values()])
+        sums = ranks.all_reduce_sum(np.array([mine.loss, mine.weight, *by_position.flat]))
+        predictions, *hits = sums[2:].reshape(by_position.shape)
+        scores = Scores(float(sums[0]), float(sums[1]), predictions, dict(zip(mine.hits, hits, strict=True)))
+        return acceptance.results() | scores.results()
 
     return evaluate

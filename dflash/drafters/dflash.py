@@ -23,6 +23,7 @@ from .config import DFlashConfig
 from .kinds import register_drafter
 from .protocol import Proposal
 from .rope import build_rope
+from .trainable import Trainable
 
 if TYPE_CHECKING:
     from ..target import LoadedTargetModel
@@ -118,7 +119,7 @@ class ContextCache:
 
 
 @register_drafter("dflash")
-class DFlashDraftModel(nn.Module):
+class DFlashDraftModel(Trainable, nn.Module):
     """A DFlash drafter; follows the :class:`~dflash.drafters.protocol.Drafter` protocol once bound to a target.
 
     Weight names are those of published checkpoints. Embedding and head are the target's; a drafter that knows a part

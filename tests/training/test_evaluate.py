@@ -62,7 +62,7 @@ def test_heldout_loss_and_accuracy_need_no_decoding_and_leave_the_weights(folder
     assert found.predictions.tolist() == exact.predictions.tolist()
     assert exact.predictions[0] == batches[0]().anchors.size
     assert (found + exact).results()["heldout_accuracy"] == pytest.approx(
-        ((found.right + exact.right) / (2 * exact.predictions)).tolist()
+        ((found.hits["accuracy"] + exact.hits["accuracy"]) / (2 * exact.predictions)).tolist()
     )
 
 

@@ -7,13 +7,13 @@ Shapes: N sequences, S sequence length, A anchors a sequence, B block size, F fe
 T predictions that count, C predictions of a chunk, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from dflash import DFlashDraftModel
 
@@ -51,17 +51,21 @@ def drafter_loss(
     attention: BlockAttention = block_attention,
     grad_checkpoint: bool = False,
 ) -> mx.array:
-    """The scalar that training minimises: the mean of the objective over the batch's predictions.
+    """The scalar that training minimises: the mean over the batch's predictions of the objective and the kind's losses.
 
     Position ``i`` of the block at anchor ``a`` predicts token ``a + i``. Objectives that compare with the target's
     distribution need ``head`` and ``batch.target_hidden``, and compare it with the one after token ``a + i - 1``.
+    So do drafters that say so (:class:`~dflash.drafters.trainable.Trainable`).
     Predictions that do not count cost nothing. It is computed in ``dtype``, or in that of the weights;
     ``attention`` and ``grad_checkpoint`` are as in :func:`~dflash.training.drafters.forward.draft_hidden`.
 
     Raises ``ValueError`` for such an objective without what it needs.
     """
     blocks = _BlockPredictions.of(model, batch, objective, head, dtype, attention, grad_checkpoint)
-    return mean_in_chunks(blocks.losses, blocks.hidden_TE, blocks.others, blocks.weights_T, objective.chunk)
+    head_weights = {name: model[name].trainable_parameters() for name in model.head_modules}
+    return mean_in_chunks(
+        blocks.losses, head_weights, blocks.hidden_TE, blocks.others, blocks.weights_T, blocks.chunks()
+    )
 
 
 @dataclass
@@ -69,27 +73,34 @@ class Scores:
     """Sums over heldout predictions; those of several batches add up.
 
     ``loss`` is the sum of losses times weights, ``weight`` that of the weights. Of ``predictions[i]`` at position
-    ``i + 1`` of a block, ``right[i]`` were the target's token, whatever stood before them.
+    ``i + 1`` of a block, ``hits["accuracy"][i]`` were the target's token, whatever stood before them; a kind of
+    drafter may count more (:class:`~dflash.drafters.trainable.Trainable`).
     """
 
     loss: float
     weight: float
     predictions: np.ndarray
-    right: np.ndarray
+    hits: dict[str, np.ndarray]
 
     def __add__(self, other: "Scores") -> "Scores":
         return Scores(
             self.loss + other.loss,
             self.weight + other.weight,
             self.predictions + other.predictions,
-            self.right + other.right,
+            {name: count + other.hits[name] for name, count in self.hits.items()},
         )
+
+    @classmethod
+    def none(cls, model: DFlashDraftModel) -> "Scores":
+        """The sums over no predictions of ``model``."""
+        nothing = np.zeros(model.block_size - 1, dtype=np.int64)
+        return cls(0.0, 0.0, nothing, dict.fromkeys(model.measures, nothing))
 
     def results(self) -> dict[str, float | list[float] | None]:
         """Plain data for logs; ``None`` and 0 where nothing was predicted."""
-        return {
-            "heldout_loss": self.loss / self.weight if self.weight else None,
-            "heldout_accuracy": (self.right / np.maximum(self.predictions, 1)).tolist(),
+        predictions = np.maximum(self.predictions, 1)
+        return {"heldout_loss": self.loss / self.weight if self.weight else None} | {
+            f"heldout_{name}": (count / predictions).tolist() for name, count in self.hits.items()
         }
 
 
@@ -103,26 +114,30 @@ def score(
 ) -> Scores:
     """Loss and accuracy by position of one batch, without gradients; as :func:`drafter_loss` otherwise."""
     own = tree_map(lambda weight: weight, model.trainable_parameters())
-    blocks = _BlockPredictions.of(model, batch, objective, head, dtype)
-    loss, (right, counts) = 0.0, np.zeros((2, model.block_size - 1), dtype=np.int64)
-    for rows in blocks.chunks(objective.chunk):
-        hidden_CE, weights_C, *others = rows
+    blocks, scores = _BlockPredictions.of(model, batch, objective, head, dtype), Scores.none(model)
+    for rows in blocks.chunks():
+        hidden_CE, weights_C, *others = (array[rows] for array in (blocks.hidden_TE, blocks.weights_T, *blocks.others))
         predictions = blocks.predictions(hidden_CE, *others)
-        losses = (objective.losses(predictions) * weights_C).sum()
-        hit = mx.argmax(predictions.logits_TV, axis=-1) == predictions.tokens_T
-        loss += cast(float, losses.item())
+        loss = (blocks.scored(predictions, hidden_CE, *others) * weights_C).sum()
         positions = np.array(predictions.positions_T) - 1
-        counts += np.bincount(positions, minlength=len(counts))
-        right += np.bincount(positions[np.array(hit)], minlength=len(right))
+
+        def by_position(counted_C: mx.array, positions: np.ndarray = positions) -> np.ndarray:
+            return np.bincount(positions[np.array(counted_C)], minlength=model.block_size - 1)
+
+        hits = model.hits(hidden_CE, others[0], predictions)
+        counts = {name: by_position(hits[name]) for name in model.measures}
+        everything = by_position(mx.ones(positions.shape, mx.bool_))
+        scores += Scores(cast(float, loss.item()), cast(float, weights_C.sum().item()), everything, counts)
     model.update(own)
-    return Scores(loss, cast(float, blocks.weights_T.sum().item()), counts, right)
+    return scores
 
 
 @dataclass(frozen=True)
 class _BlockPredictions:
     """The predictions of a batch that count: their hidden states, weights, and what they should be.
 
-    ``others`` are their tokens and positions ``[T]``, and the target's hidden states ``[T, E]`` where needed.
+    ``others`` are the tokens before them, their tokens and positions ``[T]``, and the target's hidden states ``[T, E]``
+    where needed.
     """
 
     model: DFlashDraftModel
@@ -143,9 +158,10 @@ class _BlockPredictions:
         attention: BlockAttention = block_attention,
         grad_checkpoint: bool = False,
     ) -> "_BlockPredictions":
-        if objective.needs_target_logits and (head is None or batch.target_hidden is None):
-            missing = "head" if head is None else "final hidden states"
-            raise ValueError(f"The objective {objective.kind!r} needs the target's {missing}.")
+        needs_target_logits = objective.needs_target_logits or model.needs_target_logits
+        if needs_target_logits and (head is None or batch.target_hidden is None):
+            asks = f"The objective {objective.kind!r}" if objective.needs_target_logits else type(model).__name__
+            raise ValueError(f"{asks} needs the target's {'head' if head is None else 'final hidden states'}.")
         features_NSF = mx.stop_gradient(batch.features)
         if dtype is not None:
             features_NSF = features_NSF.astype(dtype)
@@ -159,63 +175,93 @@ class _BlockPredictions:
         def rows(values: mx.array) -> mx.array:
             return mx.broadcast_to(values, inside.shape).reshape(-1)[counted]
 
-        others = [rows(targets), rows(mx.arange(1, size))]
-        if objective.needs_target_logits and batch.target_hidden is not None:
-            # The target's output after token a + i - 1 is its distribution of token a + i.
-            before_T = flat_positions(anchors_NA, tokens_NS.shape[1], size).reshape(-1)[counted] - 1
+        # The target's output after token a + i - 1 is its distribution of token a + i.
+        before_T = rows(flat_positions(anchors_NA, tokens_NS.shape[1], size)) - 1
+        others = [tokens_NS.reshape(-1)[before_T], rows(targets), rows(mx.arange(1, size))]
+        if needs_target_logits and batch.target_hidden is not None:
             others.append(mx.stop_gradient(batch.target_hidden.flatten(0, 1)[before_T]))
         hidden_TE = hidden.reshape(-1, hidden.shape[-1])[counted]
         return cls(model, objective, head, hidden_TE, rows(inside * position_weights(size, objective.gamma)), others)
 
     def predictions(
-        self, hidden_CE: mx.array, tokens_C: mx.array, positions_C: mx.array, before_CE: mx.array | None = None
+        self,
+        hidden_CE: mx.array,
+        previous_C: mx.array,
+        tokens_C: mx.array,
+        positions_C: mx.array,
+        before_CE: mx.array | None = None,
     ) -> Predictions:
-        logits_CV = self.model.head(hidden_CE).astype(mx.float32)
+        logits_CV = self.model.taught_logits(hidden_CE, previous_C, positions_C).astype(mx.float32)
         target_logits_CV = None
         if before_CE is not None and self.head is not None:
             target_logits_CV = mx.stop_gradient(self.head(before_CE).astype(mx.float32))
         return Predictions(logits_CV, tokens_C, positions_C, target_logits_CV)
 
-    def losses(self, hidden_CE: mx.array, *others: mx.array) -> mx.array:
-        return self.objective.losses(self.predictions(hidden_CE, *others))
+    def scored(self, predictions: Predictions, hidden_CE: mx.array, previous_C: mx.array, *_: mx.array) -> mx.array:
+        losses_C = self.objective.losses(predictions)
+        added_C = self.model.auxiliary_losses(hidden_CE, previous_C, predictions)
+        return losses_C if added_C is None else losses_C + self.objective.auxiliary_weight * added_C
 
-    def chunks(self, size: int) -> Iterator[list[mx.array]]:
-        """Hidden states, weights and ``others`` of ``size`` predictions at a time."""
-        for start in range(0, len(self.weights_T), size):
-            yield [array[start : start + size] for array in (self.hidden_TE, self.weights_T, *self.others)]
+    def losses(self, head_weights: Any, hidden_CE: mx.array, *others: mx.array) -> mx.array:
+        self.model.update(head_weights)
+        return self.scored(self.predictions(hidden_CE, *others), hidden_CE, *others)
+
+    def chunks(self) -> list[slice]:
+        """All predictions, at most ``objective.chunk`` at a time, but whole blocks: those that belong together."""
+        starts = np.flatnonzero(np.array(self.others[2]) == 1)
+        ends, bounds = [*starts[1:].tolist(), len(self.weights_T)], [0]
+        for start, end in zip(starts.tolist(), ends, strict=True):
+            if end - bounds[-1] > self.objective.chunk and start > bounds[-1]:
+                bounds.append(start)
+        return [slice(a, b) for a, b in zip(bounds, [*bounds[1:], len(self.weights_T)], strict=True)]
 
 
 def mean_in_chunks(
-    losses: Callable[..., mx.array], hidden_TE: mx.array, others: Sequence[mx.array], weights_T: mx.array, chunk: int
+    losses: Callable[..., mx.array],
+    weights: Any,
+    hidden_TE: mx.array,
+    others: Sequence[mx.array],
+    weights_T: mx.array,
+    chunks: Sequence[slice],
 ) -> mx.array:
-    """Mean, under ``weights_T``, of ``losses(hidden_CE, *others)``, called for ``chunk`` predictions at a time.
+    """Mean, under ``weights_T``, of ``losses(weights, hidden_CE, *others)``, called for one of ``chunks`` at a time.
 
     ``others`` have a row for each prediction too. A head inside ``losses`` makes ``[C, V]`` logits: one chunk
-    waits for the one before it, so those of a single chunk exist at once. Nothing but ``hidden_TE`` gets a
-    gradient: a trainable head would not learn.
+    waits for the one before it, so those of a single chunk exist at once. Nothing but ``hidden_TE`` and the tree
+    ``weights`` gets a gradient.
     """
-    normalised_T = weights_T / weights_T.sum()
+    normalised_T, (names, values) = weights_T / weights_T.sum(), _named(weights)
 
     # Autodiff of the plain loop would keep every chunk's logits, or their softmax, until the backward pass. The
     # result is a scalar, so its gradient can be taken at once, while a chunk's logits exist: dL/dhidden is an
     # output beside L. What arrives in the backward pass is one number, dTotal/dL, and by the chain rule
     # dTotal/dhidden = dTotal/dL * dL/dhidden. So the vjp only scales: nothing is computed twice.
     @mx.custom_function
-    def total(hidden_TE: mx.array) -> tuple[mx.array, mx.array]:
+    def total(hidden_TE: mx.array, *values: mx.array) -> tuple[mx.array, ...]:
         done: list[tuple[mx.array, mx.array]] = []
-        for start in range(0, hidden_TE.shape[0], chunk):
+        learned = [mx.zeros_like(value) for value in values]
+        for rows in chunks:
             # All of it waits for all of the last chunk: what does not would be made, or kept, for every chunk.
-            rows = [array[start : start + chunk] for array in (hidden_TE, normalised_T, *others)]
-            hidden_CE, *rest = mx.depends(rows, list(done[-1])) if done else rows
+            arrays = [array[rows] for array in (hidden_TE, normalised_T, *others)]
+            hidden_CE, *rest = mx.depends(arrays, [*done[-1], *learned]) if done else arrays
 
-            def of_chunk(hidden_CE: mx.array, weights_C: mx.array, *others: mx.array) -> mx.array:
-                return (losses(hidden_CE, *others) * weights_C).sum()
+            def of_chunk(values: list[mx.array], hidden_CE: mx.array, weights_C: mx.array, *others: mx.array) -> Any:
+                own = tree_unflatten(list(zip(names, values, strict=True)))
+                return (losses(own, hidden_CE, *others) * weights_C).sum()
 
-            done.append(mx.value_and_grad(of_chunk)(hidden_CE, *rest))
-        return mx.stack([value for value, _ in done]).sum(), mx.concatenate([gradient for _, gradient in done])
+            value, (own, of_hidden) = mx.value_and_grad(of_chunk, argnums=(0, 1))(list(values), hidden_CE, *rest)
+            done.append((value, of_hidden))
+            learned = [sum_ + gradient for sum_, gradient in zip(learned, own, strict=True)]
+        return mx.stack([value for value, _ in done]).sum(), mx.concatenate([g for _, g in done]), *learned
 
     @total.vjp
-    def scaled(_: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:
-        return (outputs[1] * cotangents[0]).astype(outputs[1].dtype)
+    def scaled(_: object, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
+        gradients = [(output * cotangents[0]).astype(output.dtype) for output in outputs[1:]]
+        return tuple(gradients) if values else gradients[0]
 
-    return cast("tuple[mx.array, mx.array]", total(hidden_TE))[0]
+    return cast("tuple[mx.array, ...]", total(hidden_TE, *values))[0]
+
+
+def _named(tree: Any) -> tuple[list[str], list[mx.array]]:
+    flat = cast("list[tuple[str, mx.array]]", tree_flatten(tree))
+    return [name for name, _ in flat], [value for _, value in flat]

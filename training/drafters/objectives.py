@@ -16,27 +16,13 @@ from typing import Any
 import mlx.core as mx
 
 from dflash.cpu_math import cross_entropy, logsumexp, softmax
+from dflash.drafters.trainable import Predictions as Predictions
 from dflash.errors import did_you_mean
 from dflash.registry import Registry
 
 from ..settings import Checked, SettingsError, setting
 
 CROSS_ENTROPY, KL, MIX = "cross_entropy", "kl", "mix"
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """What an objective scores: ``T`` predictions, in float32.
-
-    ``logits_TV`` are the drafter's and ``tokens_T`` the tokens that the target wrote. ``positions_T`` is each
-    prediction's position in its block, from 1 on. ``target_logits_TV``, the target's own logits for the same
-    tokens, is there for objectives that were registered with ``needs_target_logits``.
-    """
-
-    logits_TV: mx.array
-    tokens_T: mx.array
-    positions_T: mx.array
-    target_logits_TV: mx.array | None = None
 
 
 Losses = Callable[..., mx.array]
@@ -97,7 +83,8 @@ class ObjectiveSettings(Checked):
     ``kind`` is ``cross_entropy`` on the target's tokens (as published), ``kl`` (forward KL divergence from the
     target's distribution to the drafter's), ``mix`` (``kl_weight`` of KL and the rest cross-entropy), or the name
     of an objective that a plug-in registers; ``options`` are the plug-in's own. Position ``i`` of a block counts
-    ``exp(-(i - 1) / gamma)``. The logits of ``chunk`` predictions exist at once.
+    ``exp(-(i - 1) / gamma)``. Losses that the drafter's kind adds (:class:`~dflash.drafters.trainable.Trainable`)
+    count ``auxiliary_weight``. The logits of ``chunk`` predictions exist at once, or those of one block.
 
     Raises :class:`~dflash.training.settings.SettingsError` when a value is impossible.
     """
@@ -105,7 +92,8 @@ class ObjectiveSettings(Checked):
     kind: str = setting(CROSS_ENTROPY, "cross_entropy, kl, mix, or what a plug-in registers")
     kl_weight: float = setting(0.5, "of mix: the weight of KL; cross-entropy has the rest", at_least=0, at_most=1)
     gamma: float = setting(7.0, "position i of a block counts exp(-(i - 1) / gamma)", above=0)
-    chunk: int = setting(512, "predictions whose logits exist at once", at_least=1)
+    auxiliary_weight: float = setting(1.0, "weight of the losses that the drafter's kind adds", at_least=0)
+    chunk: int = setting(512, "predictions whose logits exist at once, in whole blocks", at_least=1)
     options: dict[str, Any] = setting(meaning="options of a plug-in's objective", factory=dict)
 
     def __post_init__(self) -> None:

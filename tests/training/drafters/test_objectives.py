@@ -151,5 +151,5 @@ def test_scores_without_gradients_have_the_loss_of_training_and_count_every_posi
         logits = dense_logits(weights(model), model.config, *tables(model), replace(d, anchors=[anchor]))[0]
         for i in range(1, min(6, stop - anchor)):
             expected[:, i - 1] += 1, logits[i].argmax() == d.tokens[anchor + i]
-    assert (found.predictions.tolist(), found.right.tolist()) == tuple(expected.tolist())
+    assert (found.predictions.tolist(), found.hits["accuracy"].tolist()) == tuple(expected.tolist())
     assert found.results()["heldout_accuracy"] == pytest.approx((expected[1] / expected[0]).tolist())

@@ -9,17 +9,17 @@ E hidden size, F feature size, V vocabulary.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from einops import rearrange
-from mlx_lm.models.cache import KVCache
 
 from ..cpu_math import swiglu
 from ..errors import GenerationError, IncompatibleModelsError
 from ..target.identity import target_fingerprint
 from .config import DFlashConfig
+from .context import ContextCache, LayerContext
 from .kinds import register_drafter
 from .protocol import Proposal
 from .rope import build_rope
@@ -95,27 +95,6 @@ class DraftLayer(nn.Module):
     def __call__(self, x_BLE: mx.array, offset: int | mx.array, attend: Attend) -> mx.array:
         x_BLE = x_BLE + self.self_attn(self.input_layernorm(x_BLE), offset, attend)
         return x_BLE + self.mlp(self.post_attention_layernorm(x_BLE))
-
-
-class ContextCache:
-    """Context keys and values of every drafter layer, computed once per committed token.
-
-    ``layers`` are mlx-lm caches, so their arrays grow in place. A block borrows the slots after the context while
-    it is attended to and gives them back at once: ``offset`` never counts block positions.
-    """
-
-    def __init__(self, num_layers: int):
-        self.layers = [KVCache() for _ in range(num_layers)]
-
-    @property
-    def offset(self) -> int:
-        """Context tokens held."""
-        return self.layers[0].offset
-
-    @property
-    def state(self) -> list[Any]:
-        """The arrays held, for ``mx.eval``."""
-        return [layer.state for layer in self.layers]
 
 
 @register_drafter("dflash")
@@ -233,19 +212,35 @@ class DFlashDraftModel(Trainable, nn.Module):
         return self.norm(x_BLE)
 
     def make_cache(self) -> ContextCache:
-        """A new, empty context cache."""
-        return ContextCache(self.config.num_hidden_layers)
+        """A new, empty context cache: a sliding layer keeps what its window can see after the newest token."""
+        windows = (self.config.window(layer) for layer in range(self.config.num_hidden_layers))
+        return ContextCache([None if window is None else window - 1 for window in windows])
 
     def extend_context(self, features: mx.array, cache: ContextCache, tokens: mx.array) -> None:
-        """Append committed tokens, known to the drafter only by their ``features [1, S, F]``."""
-        context_BSE, offset = self.context(features), cache.offset
+        """Append committed tokens, known to the drafter only by their ``features [1, S, F]``.
+
+        What no layer keeps is not computed.
+        """
+        length, start = features.shape[1], cache.offset
+        context_BSE = self.context(features[:, length - cache.newest_of(length) :])
         for layer, kv in zip(self.layers, cache.layers, strict=True):
-            kv.update_and_fetch(*layer.self_attn.keys_values(context_BSE, offset))
+            kept = kv.newest_of(length)
+            kv.skip(length - kept)
+            if kept:
+                kv.append(*layer.self_attn.keys_values(context_BSE[:, -kept:], start + length - kept))
 
     def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
         """Fill the block after ``anchor [1, 1]`` and return its first ``length`` tokens, greedily.
 
         The block is always as wide as in training: how many tokens are used does not change what they are.
+        """
+        logits = self.head(self.draft_hidden(anchor, length, cache))
+        return Proposal(mx.argmax(logits, axis=-1), logits)
+
+    def draft_hidden(self, anchor: mx.array, length: int, cache: ContextCache) -> mx.array:
+        """Final hidden states ``[1, length, E]`` at the block positions that predict the tokens after ``anchor``.
+
+        Raises :class:`~dflash.errors.GenerationError` unless a block holds so many drafts.
         """
         if not 1 <= length < self.block_size:
             raise GenerationError(
@@ -254,21 +249,16 @@ class DFlashDraftModel(Trainable, nn.Module):
         attends = [self._attend_cached(i, kv) for i, kv in enumerate(cache.layers)]
         hidden = self(self.block_inputs(anchor.reshape(1)), cache.offset, attends)
         first = 0 if self.config.sample_from_anchor else 1
-        logits = self.head(hidden[:, first : first + length])
-        return Proposal(mx.argmax(logits, axis=-1), logits)
+        return hidden[:, first : first + length]
 
-    def _attend_cached(self, layer: int, kv: KVCache) -> Attend:
+    def _attend_cached(self, layer: int, kv: LayerContext) -> Attend:
         """Attention of one block to the cached context and itself."""
         config = self.config
 
         def attend(queries_BHLD: mx.array, keys_BKLD: mx.array, values_BKLD: mx.array) -> mx.array:
-            context, length = kv.offset, keys_BKLD.shape[2]
-            mask = block_mask(context, length, config.window(layer), config.causal_in_block(layer))
-            # Update, then trim. The update writes the block into the cache's spare slots and returns one view of
-            # context and block, so nothing is concatenated. The trim only moves the offset back: this pass reads
-            # the view, and the next committed tokens overwrite the block, which is never part of the context.
-            keys, values = kv.update_and_fetch(keys_BKLD, values_BKLD)
-            kv.trim(length)
+            # Masks depend on distances only, so that the rows kept may be counted from the oldest.
+            mask = block_mask(kv.held, keys_BKLD.shape[2], config.window(layer), config.causal_in_block(layer))
+            keys, values = kv.beside(keys_BKLD, values_BKLD)
             scale = queries_BHLD.shape[-1] ** -0.5
             return mx.fast.scaled_dot_product_attention(queries_BHLD, keys, values, scale=scale, mask=mask)
 

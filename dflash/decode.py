@@ -4,8 +4,8 @@ Knows token ids and caches. Must not know text, chat templates, any architecture
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -13,26 +13,73 @@ import mlx.core as mx
 from .drafters.checks import check_drafted, proposed_tokens
 from .drafters.protocol import Drafter, Proposal
 from .errors import GenerationError
-from .policy import BlockRecord, Policy
-from .sampling import LogitsProcessor, Sampler, process_logits
+from .policy import BlockRecord, Drafts, Policy
+from .sampling import GREEDY, LogitsProcessor, Sampler, process_logits
 from .target import LoadedTargetModel, TargetCache
 from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, sample_target, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
-EVERY_DRAFT = Policy()
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Who decodes, and how.
+
+    Args:
+        target: The model whose text it is.
+        drafter: Who guesses it.
+        sampler: How the target chooses a token.
+        verify: The rule that commits tokens.
+        processors: Applied to the target's logits before the sampler.
+        policy: How many drafts each block verifies.
+        inspect: Called in each block with its whole proposal and the target's logits ``[L, V]``; the arrays that it
+            returns are computed with the pass and come with the block, as :attr:`Block.inspected`.
+        wait: Wait for the device after every part of a block, so that :attr:`Block.times` are those of the parts.
+    """
+
+    target: LoadedTargetModel
+    drafter: Drafter
+    sampler: Sampler = GREEDY
+    verify: VerifyRule = first_mismatch
+    processors: Sequence[LogitsProcessor] = ()
+    policy: Policy = field(default_factory=Policy)
+    inspect: Callable[[Proposal, mx.array], dict[str, mx.array]] | None = None
+    wait: bool = False
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of a block's parts; they overlap on the device, unless :attr:`Decoding.wait` keeps them apart.
+
+    ``draft`` lasts until the drafts are known, or on their way where nobody asks for them; ``verify`` until the tokens
+    to commit are known; ``rewind`` until both caches hold them.
+    """
+
+    draft: float = 0.0
+    verify: float = 0.0
+    rewind: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The whole block."""
+        return self.draft + self.verify + self.rewind
 
 
 @dataclass(frozen=True)
 class Block:
     """What one target pass decided.
 
-    ``drafted`` are the tokens that it verified, ``tokens`` those that it committed: the first ``accepted`` drafts
-    and one token of the target's own.
+    ``drafted`` are the tokens that it verified of the ``proposed`` ones, ``tokens`` those that it committed: the
+    first ``accepted`` drafts and one token of the target's own. ``source`` tells which of several drafters made them.
     """
 
     drafted: list[int]
     tokens: list[int]
     accepted: int
+    proposed: int = 0
+    source: str = ""
+    times: BlockTimes = BlockTimes()
+    inspected: dict[str, mx.array] | None = None
 
 
 @dataclass
@@ -40,9 +87,11 @@ class DecodeState:
     """Committed tokens and the two caches, which hold all of them but the last, the anchor."""
 
     tokens: list[int]
-    target_cache: list[Any]
+    target_cache: TargetCache
     draft_cache: Any
     prompt_length: int = field(init=False)
+    last_length: int | None = None
+    """Drafts that the last block verified: what the next one probably will."""
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
@@ -54,13 +103,10 @@ class DecodeState:
 
 
 def prefill(
-    target: LoadedTargetModel,
-    drafter: Drafter,
+    run: Decoding,
     prompt: list[int],
-    sampler: Sampler,
     step_size: int = PREFILL_STEP_SIZE,
     target_cache: TargetCache | None = None,
-    processors: Sequence[LogitsProcessor] = (),
 ) -> DecodeState:
     """Feed the prompt, into ``target_cache`` or a new one, and commit the target's first token.
 
@@ -69,6 +115,7 @@ def prefill(
 
     Raises :class:`~dflash.errors.GenerationError` if the target's logits are not a number.
     """
+    target, drafter = run.target, run.drafter
     target_cache = target.make_cache() if target_cache is None else target_cache
     state = DecodeState(list(prompt), target_cache, drafter.make_cache())
     tokens = mx.array([prompt])
@@ -80,140 +127,153 @@ def prefill(
         # The drafter's cache too, if it says what it holds: its lazy graph would keep every chunk's features.
         mx.eval(last, [c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
         mx.clear_cache()
-    logits_LV = process_logits(processors, tokens[0], target.head(last)[0])
-    first = token_ids(sample_target(logits_LV, sampler))
+    logits_LV = process_logits(run.processors, tokens[0], target.head(last)[0])
+    first = token_ids(sample_target(logits_LV, run.sampler))
     _check_committed(target, first)
     state.tokens += first
     return state
 
 
-def decode_block(
-    target: LoadedTargetModel,
-    drafter: Drafter,
-    state: DecodeState,
-    length: int,
-    sampler: Sampler,
-    verify: VerifyRule = first_mismatch,
-    processors: Sequence[LogitsProcessor] = (),
-    policy: Policy = EVERY_DRAFT,
-) -> Block:
-    """Draft up to ``length`` tokens, verify as many as ``policy`` says in one target pass, commit and rewind.
+def decode(run: Decoding, state: DecodeState, max_tokens: int, block_size: int) -> Iterator[Block]:
+    """Blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
+    run.policy.begin()
+    while (remaining := state.prompt_length + max_tokens - len(state.tokens)) > 0:
+        if nap := min(run.policy.sleep(), remaining):
+            yield from plain_steps(run, state, nap)
+        else:
+            yield decode_block(run, state, min(block_size, remaining) - 1)
 
-    On return both caches hold exactly the committed tokens without the new anchor. Drafting and
-    verification are one lazy graph with one host synchronisation, unless the policy reads the drafter's
-    confidence in between; the drafter already runs while the target's part of the graph is built.
+
+def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
+    """Draft up to ``length`` tokens, verify as many as the policy says in one target pass, commit and rewind.
+
+    On return both caches hold exactly the committed tokens without the new anchor. Drafting and verification are one
+    lazy graph with one host synchronisation; a policy that reads the drafter's confidence adds another.
 
     Raises :class:`~dflash.errors.GenerationError` if drafter, target or rule give what cannot be committed.
     """
-    began = drafted_at = time.perf_counter()
-    proposal, proposed, confidence, inputs = Proposal(mx.zeros((1, 0), mx.int64)), 0, None, state.anchor
-    if length > 0:
-        raw = drafter.propose(state.anchor, length, state.draft_cache)
-        proposal = Proposal(proposed_tokens(drafter, raw, length), raw.logits)
-        proposed = proposal.tokens.shape[1]
-        if policy.reads_confidence:
-            confidence = drafter_confidence(proposal)
-            mx.eval(proposal.tokens)
-            drafted_at = time.perf_counter()
-        proposal = proposal.first(policy.verify_length(proposed, confidence))
-        if hasattr(verify, "draft"):
-            proposal = verify.draft(proposal, sampler)
-        # Ids are checked once they are known; until then none may read past the embedding's rows (nor before them:
-        # without a sign, a negative id is a large one).
-        drafts = mx.minimum(proposal.tokens.astype(mx.uint32), target.vocab_size - 1)
-        mx.async_eval(drafts)
-        inputs = mx.concatenate([inputs, drafts], axis=1)
-    logits, features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
-    logits_LV = logits[0]
-    if processors:
-        before = mx.array(state.tokens[:-1], mx.uint32)
-        logits_LV = process_logits(processors, mx.concatenate([before, inputs[0]]), logits_LV)
-    mx.async_eval(logits_LV, features)
-    verified = verify(proposal, logits_LV, sampler)
+    target, drafter, began = run.target, run.drafter, time.perf_counter()
+    proposal = _propose(run, state, length)
+    drafted_at = time.perf_counter()
+    one, confidence = _choose_pass(run, state, proposal)
+    inspected = run.inspect(proposal, one.logits_LV) if run.inspect else None
+    mx.async_eval(one.logits_LV, one.features, inspected)
+    verified = run.verify(one.proposal, one.logits_LV, run.sampler)
 
-    drafted = token_ids(proposal.tokens[0])
+    drafted = token_ids(one.proposal.tokens[0])
     check_drafted(drafter, drafted, target.vocab_size)
-    _check_verified(verify, verified, drafted)
+    _check_verified(run.verify, verified, drafted)
     _check_committed(target, verified.tokens)
-    committed, ended = len(verified.tokens), time.perf_counter()
-    policy.observe(
-        BlockRecord(proposed, len(drafted), verified.accepted, confidence, drafted_at - began, ended - drafted_at)
-    )
+    committed, verified_at = len(verified.tokens), time.perf_counter()
     target.rewind_kv_caches(state.target_cache, len(state.tokens) - 1 + committed)
-    drafter.extend_context(features[:, :committed], state.draft_cache, inputs[:, :committed])
+    drafter.extend_context(one.features[:, :committed], state.draft_cache, one.inputs[:, :committed])
     state.tokens += verified.tokens
-    return Block(drafted, verified.tokens, verified.accepted)
+    state.last_length = len(drafted)
+    if run.wait:
+        mx.eval([c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
+    ended = time.perf_counter()
+    times = BlockTimes(drafted_at - began, verified_at - drafted_at, ended - verified_at)
+    proposed = proposal.tokens.shape[1]
+    run.policy.observe(BlockRecord(proposed, len(drafted), verified.accepted, confidence, times.total, proposal.source))
+    return Block(drafted, verified.tokens, verified.accepted, proposed, proposal.source, times, inspected)
 
 
-def decode(
-    target: LoadedTargetModel,
-    drafter: Drafter,
-    state: DecodeState,
-    max_tokens: int,
-    block_size: int,
-    sampler: Sampler,
-    verify: VerifyRule = first_mismatch,
-    processors: Sequence[LogitsProcessor] = (),
-    policy: Policy = EVERY_DRAFT,
-) -> Iterator[Block]:
-    """Blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
-    policy.begin()
-    while (remaining := state.prompt_length + max_tokens - len(state.tokens)) > 0:
-        if nap := min(policy.sleep(), remaining):
-            yield from plain_steps(target, drafter, state, nap, sampler, processors, policy)
-        else:
-            length = min(block_size, remaining) - 1
-            yield decode_block(target, drafter, state, length, sampler, verify, processors, policy)
-
-
-def plain_steps(
-    target: LoadedTargetModel,
-    drafter: Drafter,
-    state: DecodeState,
-    count: int,
-    sampler: Sampler,
-    processors: Sequence[LogitsProcessor] = (),
-    policy: Policy = EVERY_DRAFT,
-) -> Iterator[Block]:
+def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block]:
     """``count`` tokens without the drafter, as mlx-lm decodes: a pass is under way before its input is read.
 
     The features are kept for the drafter, which gets them when it wakes. After the last token both caches hold
     exactly the committed tokens without the new anchor; where the caller stops earlier, the target's is a token ahead.
     """
+    target, drafter = run.target, run.drafter
     begin, history, features = len(state.tokens) - 1, mx.array(state.tokens), []
 
     def launch(inputs: mx.array) -> mx.array:
         logits, step_features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
-        target_token = sample_target(process_logits(processors, history, logits[0]), sampler)
+        target_token = sample_target(process_logits(run.processors, history, logits[0]), run.sampler)
         mx.async_eval(target_token, step_features)
         features.append(step_features)
         return target_token
 
-    coming = launch(state.anchor)
+    coming, began = launch(state.anchor), time.perf_counter()
     for left in range(count - 1, -1, -1):
-        began, target_token = time.perf_counter(), coming
+        target_token = coming
         if left > 0:
-            history = mx.concatenate([history, target_token]) if processors else history
+            history = mx.concatenate([history, target_token]) if run.processors else history
             coming = launch(target_token[None])
         tokens = token_ids(target_token)
         _check_committed(target, tokens)
         state.tokens += tokens
-        policy.observe(BlockRecord(0, 0, 0, None, 0.0, time.perf_counter() - began))
         if left == 0:
             context = mx.array([state.tokens[begin:-1]])
             drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
-        yield Block([], tokens, 0)
+        times = BlockTimes(verify=time.perf_counter() - began)
+        run.policy.observe(BlockRecord(0, 0, 0, None, times.total, asleep=True))
+        yield Block([], tokens, 0, times=times)
+        began = time.perf_counter()
 
 
-def drafter_confidence(proposal: Proposal) -> list[float] | None:
-    """The drafter's probability of each of its drafts, ``None`` where it has no logits."""
-    if proposal.logits is None:
-        return None
-    logits_LV = proposal.logits[0].astype(mx.float32)
-    known_L1 = mx.clip(proposal.tokens[0, :, None], 0, logits_LV.shape[-1] - 1)  # ids are checked later
-    own_L1 = mx.take_along_axis(logits_LV, known_L1, axis=-1)
-    confidence_L = mx.exp(own_L1 - mx.logsumexp(logits_LV, axis=-1, keepdims=True))[:, 0]
-    return cast(list[float], confidence_L.tolist())
+# --- a block's parts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A target pass over the anchor and the drafts of ``proposal``, as lazy arrays."""
+
+    proposal: Proposal
+    inputs: mx.array
+    logits_LV: mx.array
+    features: mx.array
+
+
+def _propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
+    """The drafts, on their way: the device begins with them while the target's part of the graph is built."""
+    if length == 0:
+        return Proposal(mx.zeros((1, 0), mx.int64))
+    if hasattr(run.verify, "propose"):
+        raw = run.verify.propose(run.drafter, state.anchor, length, state.draft_cache, run.sampler)
+    else:
+        raw = run.drafter.propose(state.anchor, length, state.draft_cache)
+    proposal = replace(raw, tokens=proposed_tokens(run.drafter, raw, length))
+    (mx.eval if run.wait else mx.async_eval)(proposal.tokens)
+    return proposal
+
+
+def _choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> tuple[_Pass, list[float] | None]:
+    """The pass over as many drafts as the policy says, and the drafter's confidence if the policy reads it.
+
+    A pass of the last block's length is built before the confidence is known, so that the device need not wait for
+    the host afterwards; if the policy wants another length, it is built anew.
+    """
+    proposed = proposal.tokens.shape[1]
+    # Drafts that were drawn must be verified whatever they are: to look at them first would prefer some.
+    chances_L = proposal.acceptance_chances() if run.policy.reads_confidence and proposal.log_q is None else None
+    if chances_L is None:
+        length = run.policy.verify_length(Drafts(proposed, None, proposal.source))
+        return _build_pass(run, state, proposal.first(length)), None
+    mx.async_eval(chances_L)
+    undo = state.target_cache.undo_point()
+    guess = proposed if state.last_length is None else min(state.last_length, proposed)
+    one = _build_pass(run, state, proposal.first(guess))
+    confidence = cast(list[float], chances_L.tolist())
+    length = run.policy.verify_length(Drafts(proposed, confidence, proposal.source))
+    if length != guess:
+        undo()
+        one = _build_pass(run, state, proposal.first(length))
+    return one, confidence
+
+
+def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Pass:
+    # Ids are checked once they are known; until then none may read past the embedding's rows (nor before them:
+    # without a sign, a negative id is a large one).
+    drafts = mx.minimum(proposal.tokens.astype(mx.uint32), run.target.vocab_size - 1)
+    inputs = mx.concatenate([state.anchor, drafts], axis=1)
+    layer_ids = run.drafter.target_layer_ids
+    logits, features = run.target.forward_with_hidden_states(inputs, state.target_cache, layer_ids)
+    logits_LV = logits[0]
+    if run.processors:
+        before = mx.array(state.tokens[:-1], mx.uint32)
+        logits_LV = process_logits(run.processors, mx.concatenate([before, inputs[0]]), logits_LV)
+    return _Pass(proposal, inputs, logits_LV, features)
 
 
 def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int]) -> None:

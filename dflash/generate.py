@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
-from .decode import Block, DecodeState, decode, prefill
+from .decode import Block, DecodeState, Decoding, decode, prefill
 from .drafters.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
@@ -127,11 +127,14 @@ class DFlashSpeculativeDecoder:
         drafter: str | Path | None = None,
         *,
         trust_remote_code: bool = False,
+        draft_bits: int | None = None,
+        draft_window: int | None = None,
         **options: Any,
     ) -> "DFlashSpeculativeDecoder":
         """Load target and drafter from folders or hub names; without arguments, the bundled models.
 
-        ``trust_remote_code`` lets the target's checkpoint run the Python code that it brings with it.
+        ``trust_remote_code`` lets the target's checkpoint run the Python code that it brings with it. ``draft_bits``
+        quantises the drafter, and ``draft_window`` limits the context that it sees (:func:`~dflash.load_drafter`).
         ``options`` go to the constructor. Raises :class:`~dflash.errors.DFlashError` on bad checkpoints.
         """
         if (target is None) != (drafter is None):
@@ -143,7 +146,7 @@ class DFlashSpeculativeDecoder:
             target, drafter = PAIR / "target", PAIR / "drafter"
         own = ("tokenizer", "block_size", "max_seq_length", "adapter")
         decode_options({name: value for name, value in options.items() if name not in own})  # before minutes of loading
-        return cls(load_target(target, trust_remote_code), load_drafter(drafter), **options)
+        return cls(load_target(target, trust_remote_code), load_drafter(drafter, draft_bits, draft_window), **options)
 
     @overload
     def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...
@@ -275,13 +278,18 @@ class DFlashSpeculativeDecoder:
         if options.seed is not None:
             mx.random.seed(options.seed)
         target, drafter, generated = self.loaded_target, self.draft_model, 0
-        sampler, processors, verify = options.build_sampler(), options.build_processors(), options.verify_rule()
+        run = Decoding(
+            target,
+            drafter,
+            options.build_sampler(),
+            options.verify_rule(),
+            options.build_processors(),
+            self._policy(options),
+        )
         stops = target.stop_token_ids() if options.stop_token_ids is None else frozenset(options.stop_token_ids)
         with wired_limit(self.target_model):  # on Metal, keeps the weights resident; elsewhere nothing
-            state = prefill(target, drafter, prompt, sampler, options.prefill_step_size, cache, processors)
-            policy = self._policy(options)
-            blocks = decode(target, drafter, state, max_tokens, self.block_size, sampler, verify, processors, policy)
-            for block in chain([_first_block(state)], blocks):
+            state = prefill(run, prompt, options.prefill_step_size, cache)
+            for block in chain([_first_block(state)], decode(run, state, max_tokens, self.block_size)):
                 tokens = _through_stop(block.tokens, stops)
                 generated += len(tokens)
                 finish = "stop" if tokens[-1] in stops else "length" if generated == max_tokens else None

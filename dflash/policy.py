@@ -15,24 +15,41 @@ PLAIN = 0
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """What a policy is told of the drafts before they are verified.
+
+    Args:
+        count: How many there are.
+        confidence: The drafter's probability of each; ``None`` where it has none, or may not be asked.
+        source: Which of several drafters made them.
+    """
+
+    count: int
+    confidence: Sequence[float] | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
 class BlockRecord:
     """What a block cost and brought.
 
     Args:
-        drafted: Tokens that the drafter proposed; 0 while it sleeps.
+        drafted: Tokens that the drafter proposed.
         verified: Drafts that the target's pass checked.
         accepted: Drafts that it committed, beside a token of the target's own.
-        confidence: The drafter's probability of each verified draft; ``None`` where it was not read.
-        draft_seconds: Time of the proposal; 0 where it was not waited for.
-        verify_seconds: Time of the target's pass; of a plain step if nothing was drafted.
+        confidence: The drafter's probability of each draft; ``None`` where it was not read.
+        seconds: Time of the whole block, or of the plain step.
+        source: Which of several drafters made the drafts.
+        asleep: Whether this was a plain step, for which no drafter was asked.
     """
 
     drafted: int
     verified: int
     accepted: int
     confidence: Sequence[float] | None
-    draft_seconds: float
-    verify_seconds: float
+    seconds: float
+    source: str = ""
+    asleep: bool = False
 
 
 class Policy:
@@ -48,9 +65,9 @@ class Policy:
         """How many tokens to decode plainly before the next draft; 0 to draft now."""
         return 0
 
-    def verify_length(self, drafted: int, confidence: Sequence[float] | None) -> int:
-        """How many of the ``drafted`` tokens to verify, given the drafter's probability of each."""
-        return drafted
+    def verify_length(self, drafts: Drafts) -> int:
+        """How many of the drafts to verify, counted from the first."""
+        return drafts.count
 
     def observe(self, block: BlockRecord) -> None:
         """Learn from a finished block or plain step."""
@@ -78,9 +95,9 @@ class Fixed(Policy):
     def __init__(self, length: int):
         self.length = length
 
-    def verify_length(self, drafted: int, confidence: Sequence[float] | None) -> int:
+    def verify_length(self, drafts: Drafts) -> int:
         """The same number in every block, as far as there are drafts."""
-        return min(self.length, drafted)
+        return min(self.length, drafts.count)
 
 
 class CostCurve:
@@ -94,6 +111,11 @@ class CostCurve:
     def __init__(self, level_rate: float = 0.3):
         self._shape: dict[int, float] = {}
         self._level, self._level_rate = 1.0, level_rate
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was observed."""
+        return bool(self._shape)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from one pass."""
@@ -180,19 +202,18 @@ def _sigmoid(x: float) -> float:
 class Adaptive(Policy):
     """Verifies as many drafts as pay, and lets the drafter sleep where none do.
 
-    ``k`` drafts are expected to commit ``1 + survival(1) + .. + survival(k)`` tokens in ``draft + pass(k + 1)``
-    seconds; the best ``k`` is the greatest quotient over all ``k``, since the cost of a pass is a staircase. Where the
-    last blocks are expected to be slower than plain steps, the drafter sleeps for ``first_nap`` tokens, and each time
-    that it wakes in vain for twice as many, up to ``longest_nap``. The next text finds it awake.
+    ``k`` drafts are expected to commit ``1 + survival(1) + .. + survival(k)`` tokens in the time of a block that
+    verifies ``k``; the best ``k`` is the greatest quotient over all ``k``, since the cost of a pass is a staircase.
+    Where the last blocks are expected to be slower than plain steps, the drafter sleeps for ``first_nap`` tokens, and
+    each time that it wakes in vain for twice as many, up to ``longest_nap``. The next text finds it awake.
     """
 
     reads_confidence = True
 
     def __init__(self, first_nap: int = 8, longest_nap: int = 128, memory: float = 0.8):
-        self.passes, self.calibration = CostCurve(), Calibration()
+        self.costs, self.calibration = CostCurve(), Calibration()
         self._first_nap, self._longest_nap, self._memory = first_nap, longest_nap, memory
-        self._draft_seconds: float | None = None
-        self._expected = 0.0  # tokens that the pass that was chosen last should commit
+        self._expected = 0.0  # tokens that the block that was chosen last should commit
         self.begin()
 
     def begin(self) -> None:
@@ -204,36 +225,32 @@ class Adaptive(Policy):
         """What is left of a nap."""
         return self._asleep
 
-    def verify_length(self, drafted: int, confidence: Sequence[float] | None) -> int:
+    def verify_length(self, drafts: Drafts) -> int:
         """The length that commits most tokens per second; all of the first block, which tells what that costs."""
-        if self._draft_seconds is None:
-            return drafted
+        if not self.costs.known:
+            return drafts.count
         best, best_rate, expected, survival = 0, 0.0, 1.0, 1.0
-        for k in range(drafted + 1):
+        for k in range(drafts.count + 1):
             if k > 0:
-                survival *= self.calibration.chance(None if confidence is None else confidence[k - 1])
+                survival *= self.calibration.chance(None if drafts.confidence is None else drafts.confidence[k - 1])
                 expected += survival
-            rate = expected / (self._draft_seconds + self.passes[k + 1])
+            rate = expected / self.costs[k + 1]
             if rate > best_rate:
                 best, best_rate, self._expected = k, rate, expected
         return best
 
     def observe(self, block: BlockRecord) -> None:
         """Learn times and chances, and decide whether the drafter stays awake."""
-        if block.drafted == 0:
-            self.passes.observe(PLAIN, block.verify_seconds)
+        if block.asleep:
+            self.costs.observe(PLAIN, block.seconds)
             self._asleep = max(0, self._asleep - 1)
             return
-        self.passes.observe(block.verified + 1, block.verify_seconds)
+        self.costs.observe(block.verified + 1, block.seconds)
         for i in range(min(block.accepted + 1, block.verified)):
             self.calibration.observe(None if block.confidence is None else block.confidence[i], i < block.accepted)
-        if self._draft_seconds is None:
-            self._draft_seconds = block.draft_seconds
-            return
-        self._draft_seconds *= _change(block.draft_seconds / self._draft_seconds)
         self._tokens = self._memory * self._tokens + self._expected
-        self._seconds = self._memory * self._seconds + self._draft_seconds + self.passes[block.verified + 1]
-        if self._tokens * self.passes[PLAIN] >= self._seconds:
+        self._seconds = self._memory * self._seconds + self.costs[block.verified + 1]
+        if self._tokens * self.costs[PLAIN] >= self._seconds:
             self._nap = self._first_nap
         else:
             self._asleep, self._nap = self._nap, min(2 * self._nap, self._longest_nap)

@@ -126,22 +126,13 @@ class DecodeOptions:
         return _found(VERIFY_RULES, self.verify)
 
     def build_policy(self) -> Policy:
-        """The policy asked for, a new one where it was asked for by name.
-
-        Raises :class:`~dflash.errors.GenerationError` for one that reads the drafter's confidence beside a rule that
-        draws drafts: what is verified would depend on what was drawn, and the text would not be the target's.
-        """
+        """The policy asked for, a new one where it was asked for by name."""
         policy = self.policy
         if isinstance(policy, str):
             policy = POLICIES.get(policy)()
         elif not isinstance(policy, Policy):
             require_count("policy", policy, 0)
             policy = Fixed(policy)
-        if policy.reads_confidence and hasattr(self.verify_rule(), "draft"):
-            raise GenerationError(
-                f"The policy {self.policy!r} reads the drafter's confidence, and the rule {self.verify!r} draws its "
-                'drafts; together they are not exact. Use policy="full" or a number, or verify="first_mismatch".'
-            )
         return policy
 
     @property

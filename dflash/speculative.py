@@ -11,9 +11,12 @@ Knows arrays. Must not know models, caches or text.
 Shapes: N drafts, L = N + 1 positions, V vocabulary.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import mlx.core as mx
 
-from .drafters.protocol import Proposal
+from .drafters.protocol import Drafter, DrawingDrafter, Proposal
 from .errors import GenerationError
 from .sampling import GREEDY, DrawingSampler, Sampler
 from .verify import NO_TOKEN, Verified, first_mismatch, register_verify, token_ids
@@ -27,12 +30,14 @@ class SpeculativeSampling:
     as first mismatch. Raises :class:`~dflash.errors.GenerationError` for a sampler whose distribution is not known.
     """
 
-    def draft(self, proposal: Proposal, sampler: Sampler) -> Proposal:
-        """Drafts drawn from ``q`` in place of the drafter's best tokens; the decode loop calls it before its pass."""
-        if sampler is GREEDY or proposal.logits is None:
-            return proposal
-        log_q_NV = _drawing(sampler).log_distribution(proposal.logits[0])
-        return Proposal(mx.random.categorical(log_q_NV).astype(mx.int64)[None], proposal.logits)
+    def propose(self, drafter: Drafter, anchor: mx.array, length: int, cache: Any, sampler: Sampler) -> Proposal:
+        """Drafts drawn from ``q`` in place of the drafter's best tokens; the decode loop calls it."""
+        if sampler is GREEDY:
+            return drafter.propose(anchor, length, cache)
+        if isinstance(drafter, DrawingDrafter):
+            return drafter.draw(anchor, length, cache, _drawing(sampler))
+        proposal = drafter.propose(anchor, length, cache)
+        return drawn(proposal, _drawing(sampler))
 
     def __call__(self, proposal: Proposal, logits_LV: mx.array, sampler: Sampler) -> Verified:
         """The verification rule; see :data:`~dflash.verify.VerifyRule`."""
@@ -41,10 +46,7 @@ class SpeculativeSampling:
         count, vocab = proposal.tokens.shape[1], logits_LV.shape[-1]
         p_LV = mx.exp(_drawing(sampler).log_distribution(logits_LV))
         drafts_N1 = mx.clip(proposal.tokens[0], 0, vocab - 1)[:, None]  # ids are checked by the decode loop
-        if proposal.logits is None:
-            q_NV = (drafts_N1 == mx.arange(vocab)).astype(mx.float32)  # certain of its draft
-        else:
-            q_NV = mx.exp(_drawing(sampler).log_distribution(proposal.logits[0]))
+        q_NV = _dense_q(proposal, drafts_N1, vocab)
         p_N = mx.take_along_axis(p_LV[:count], drafts_N1, axis=-1)[:, 0]
         q_N = mx.take_along_axis(q_NV, drafts_N1, axis=-1)[:, 0]
         accept_N = mx.random.uniform(shape=(count,)) * q_N < p_N
@@ -59,6 +61,28 @@ class SpeculativeSampling:
         drafted, own = token_ids(proposal.tokens[0]), token_ids(own_L)
         accepted = next((i for i, accept in enumerate(accept_N.tolist()) if not accept), count)  # type: ignore[arg-type]
         return Verified([*drafted[:accepted], own[accepted]], accepted)
+
+
+def drawn(proposal: Proposal, sampler: DrawingSampler) -> Proposal:
+    """The proposal with each draft drawn from its own logits, as ``sampler`` says; as it is if it has no logits."""
+    if proposal.logits is None:
+        return proposal
+    log_q_NK = sampler.log_distribution(proposal.logits[0])
+    tokens_N = mx.random.categorical(log_q_NK).astype(mx.int64)
+    if proposal.candidates is not None:
+        tokens_N = mx.take_along_axis(proposal.candidates[0], tokens_N[:, None], axis=-1)[:, 0].astype(mx.int64)
+    return replace(proposal, tokens=tokens_N[None], log_q=log_q_NK[None])
+
+
+def _dense_q(proposal: Proposal, drafts_N1: mx.array, vocab: int) -> mx.array:
+    """What each draft was drawn from, ``[N, V]``; without draws the drafter was certain of it."""
+    if proposal.log_q is None:
+        return (drafts_N1 == mx.arange(vocab)).astype(mx.float32)
+    q_NK = mx.exp(proposal.log_q[0].astype(mx.float32))
+    if proposal.candidates is None:
+        return q_NK
+    rows_N1 = mx.arange(drafts_N1.shape[0])[:, None]
+    return mx.zeros((drafts_N1.shape[0], vocab)).at[rows_N1, proposal.candidates[0]].add(q_NK)
 
 
 def _drawing(sampler: Sampler) -> DrawingSampler:

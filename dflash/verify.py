@@ -36,7 +36,7 @@ VerifyRule = Callable[[Proposal, mx.array, Sampler], Verified]
 ``proposal.tokens`` is ``[1, L - 1]`` (``L`` may be 1); row ``i`` of ``logits_LV`` holds the target's logits after
 the anchor and ``i`` drafts, with the logits processors already applied. The arrays are lazy: a rule evaluates
 what it needs once, because each evaluation is one wait for the device. A rule that has an attribute
-``draft(proposal, sampler) -> Proposal`` may exchange the drafts before the target's pass.
+``propose(drafter, anchor, length, cache, sampler) -> Proposal`` says how the drafter is asked.
 """
 
 VERIFY_RULES: Registry[VerifyRule] = Registry("verification rule", "dflash.verify")

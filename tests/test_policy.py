@@ -7,15 +7,13 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.sample_utils import make_sampler
 from support.models import bound_drafter, plain_greedy, target
 
-from dflash import DecodeOptions, DFlashSpeculativeDecoder, Proposal
-from dflash.decode import decode, drafter_confidence, prefill
+from dflash import DFlashSpeculativeDecoder, Proposal
+from dflash.decode import Decoding, decode, prefill
 from dflash.errors import DFlashError
-from dflash.policy import Adaptive, BlockRecord, Calibration, CostCurve, Fixed, Policy, register_policy
+from dflash.policy import Adaptive, BlockRecord, Calibration, CostCurve, Drafts, Fixed, Policy, register_policy
 
-GREEDY = make_sampler(temp=0.0)
 BLOCK = 16
 
 # --- a world in which everything is known ----------------------------------------------------------------
@@ -77,13 +75,13 @@ def speed(world: World, policy: Policy, tokens: int = 4000) -> float:
     while at < tokens:
         if policy.sleep():
             spent = world.plain(at) * world.noise()
-            policy.observe(BlockRecord(0, 0, 0, None, 0.0, spent))
+            policy.observe(BlockRecord(0, 0, 0, None, spent, asleep=True))
             at, seconds = at + 1, seconds + spent
             continue
         confidence, _, accepted = world.block(at)
-        k = policy.verify_length(BLOCK - 1, confidence)
+        k = policy.verify_length(Drafts(BLOCK - 1, confidence))
         spent, accepted = world.cost(k + 1, at) * world.noise(), min(accepted, k)
-        policy.observe(BlockRecord(BLOCK - 1, k, accepted, confidence, world.draft_seconds, spent))
+        policy.observe(BlockRecord(BLOCK - 1, k, accepted, confidence, world.draft_seconds + spent))
         at, seconds = at + 1 + accepted, seconds + world.draft_seconds + spent
     return at / seconds
 
@@ -168,8 +166,16 @@ def test_without_confidence_the_rate_of_acceptance_is_learned():
 
 def test_confidence_is_the_probability_of_each_draft():
     logits = mx.log(mx.array([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]]))
-    assert drafter_confidence(Proposal(mx.array([[0, 1]]), logits)) == pytest.approx([0.5, 0.2])
-    assert drafter_confidence(Proposal(mx.array([[0, 1]]))) is None
+    chances = [0.5, 0.2]
+    tokens, candidates = mx.array([[0, 1]]), mx.array([[[2, 1, 0], [0, 1, 2]]])
+    assert Proposal(tokens, logits).acceptance_chances().tolist() == pytest.approx(chances)
+    assert Proposal(tokens, mx.take_along_axis(logits, candidates, 2), candidates).acceptance_chances().tolist() == (
+        pytest.approx(chances)
+    )
+    assert Proposal(tokens, logits, confidence=mx.array([[0.3, 0.4]])).acceptance_chances().tolist() == (
+        pytest.approx([0.3, 0.4])
+    )
+    assert Proposal(tokens).acceptance_chances() is None
 
 
 # --- in the loop -------------------------------------------------------------------------------------------
@@ -186,13 +192,13 @@ class Dozing(Policy):
     def sleep(self):
         return self.left
 
-    def verify_length(self, drafted, confidence):
-        assert confidence is None or len(confidence) == drafted
-        return min(2, drafted)
+    def verify_length(self, drafts):
+        assert len(drafts.confidence) == drafts.count
+        return min(2, drafts.count)
 
     def observe(self, block):
         self.blocks.append(block)
-        self.left = 3 if block.drafted else self.left - 1
+        self.left = self.left - 1 if block.asleep else 3
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
@@ -216,17 +222,17 @@ def test_logits_processors_see_every_token_before_theirs_in_naps_too():
 @pytest.mark.parametrize("kind", ["qwen3", "sliding"])
 def test_after_a_nap_both_caches_hold_what_was_committed(kind):
     models, policy = (target(kind, 1), bound_drafter(kind, 2)), Dozing()
-    state = prefill(*models, [3, 1, 4, 1, 5], GREEDY)
-    for block in decode(*models, state, 24, 16, GREEDY, policy=policy):
+    run = Decoding(*models, policy=policy)
+    state = prefill(run, [3, 1, 4, 1, 5])
+    for block in decode(run, state, 24, 16):
         if block.drafted:
             break
-    fresh = prefill(*models, state.tokens[:-1], GREEDY)
+    fresh = prefill(Decoding(*models), state.tokens[:-1])
     assert fresh.tokens == state.tokens
     assert state.draft_cache.offset == fresh.draft_cache.offset == len(state.tokens) - 1
     for ours, theirs in zip(state.draft_cache.layers, fresh.draft_cache.layers, strict=True):
-        held = ours.offset
-        np.testing.assert_allclose(ours.keys[..., :held, :], theirs.keys[..., :held, :], atol=1e-4)
-        np.testing.assert_allclose(ours.values[..., :held, :], theirs.values[..., :held, :], atol=1e-4)
+        for a, b in zip(ours.state, theirs.state, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
     assert [cache.offset for cache in state.target_cache] == [len(state.tokens) - 1] * len(state.target_cache)
     assert [block.drafted for block in policy.blocks] == [0, 0, 0, 15]
 
@@ -235,22 +241,30 @@ def test_a_policy_is_chosen_by_name_or_number_and_unknown_ones_are_named():
     decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2), policy="adaptive")
     decoder.spec_generate([3, 1, 4], 8)
     assert list(decoder._policies) == ["adaptive"]
-    assert decoder._policies["adaptive"].passes[1] > 0
+    assert decoder._policies["adaptive"].costs[1] > 0
     with pytest.raises(DFlashError, match="Unknown policy 'adaptif'; did you mean 'adaptive'"):
         decoder.spec_generate([3, 1, 4], 8, policy="adaptif")
 
     @register_policy("one-at-a-time")
     class OneAtATime(Policy):
-        def verify_length(self, drafted, confidence):
-            return min(1, drafted)
+        def verify_length(self, drafts):
+            return min(1, drafts.count)
 
     lengths = [len(r) for r in blocks_of(decoder, policy="one-at-a-time")]
     assert max(lengths) <= 2
 
 
-def test_confidence_and_drawn_drafts_are_refused_together():
-    with pytest.raises(DFlashError, match="together they are not exact"):
-        DecodeOptions(policy="adaptive", verify="speculative_sampling", temp=1.0)
+def test_drafts_that_were_drawn_are_verified_whatever_they_are():
+    """To look at them first would prefer some, and the text would not be the target's."""
+    policy = Dozing()
+    policy.verify_length = lambda drafts: told.append(drafts.confidence) or drafts.count
+    told: list[list[float] | None] = []
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2), policy=policy)
+    for verify in ("first_mismatch", "speculative_sampling"):
+        decoder.spec_generate([3, 1, 4, 1, 5], 12, 1.0, verify=verify, seed=1)
+        assert all((confidence is None) == (verify == "speculative_sampling") for confidence in told)
+        assert told
+        told.clear()
 
 
 def blocks_of(decoder: DFlashSpeculativeDecoder, **options) -> list[list[int]]:

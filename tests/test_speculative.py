@@ -10,7 +10,7 @@ from support.models import ScriptedDrafter, plain_greedy, random_drafter, target
 
 from dflash import DFlashError, DFlashSpeculativeDecoder, Proposal
 from dflash.sampling import GREEDY, DrawingSampler
-from dflash.speculative import speculative_sampling
+from dflash.speculative import drawn, speculative_sampling
 from dflash.verify import first_mismatch, sample_target
 
 V, DRAWS = 6, 600
@@ -32,7 +32,7 @@ def test_the_first_token_is_distributed_as_the_targets_and_accepted_as_often_as_
     counts, accepted = Counter(), 0
     for _ in range(DRAWS):
         raw = Proposal(mx.argmax(draft_logits, axis=-1)[None], draft_logits[None])
-        verified = speculative_sampling(speculative_sampling.draft(raw, sampler), target_logits, sampler)
+        verified = speculative_sampling(drawn(raw, sampler), target_logits, sampler)
         counts[verified.tokens[0]] += 1
         accepted += verified.accepted
     best = np.minimum(p, q).sum()
@@ -46,7 +46,7 @@ def test_the_first_token_is_distributed_as_the_targets_and_accepted_as_often_as_
 def test_a_drafter_with_the_targets_own_distribution_is_always_right():
     sampler, logits = DrawingSampler(1.0), rows(2, 5)
     for _ in range(20):
-        drafted = speculative_sampling.draft(Proposal(mx.zeros((1, 4), mx.int64), logits[None, :4]), sampler)
+        drafted = drawn(Proposal(mx.zeros((1, 4), mx.int64), logits[None, :4]), sampler)
         verified = speculative_sampling(drafted, logits, sampler)
         assert verified.accepted == 4
         assert verified.tokens[:4] == drafted.tokens[0].tolist()
@@ -65,7 +65,6 @@ def test_the_drawing_sampler_draws_what_mlx_lms_draws_from_the_same_seed():
 
 def test_greedily_it_is_first_mismatch():
     proposal, logits = Proposal(mx.array([[1, 2]], mx.int64), rows(7, 2)[None]), rows(6, 3)
-    assert speculative_sampling.draft(proposal, GREEDY) is proposal
     assert speculative_sampling(proposal, logits, GREEDY) == first_mismatch(proposal, logits, GREEDY)
     prompt, model = [3, 1, 4], target("llama", 2).model
     expected, _ = plain_greedy(model, prompt, 30)

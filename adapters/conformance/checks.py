@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.sample_utils import make_sampler
 
-from dflash.decode import decode, prefill
+from dflash.decode import Decoding, decode, prefill
 from dflash.drafters.protocol import Drafter, Proposal
 from dflash.target import LoadedTargetModel
 from dflash.target.compare import Mismatch, assert_close, assert_same_caches, named_arrays
@@ -74,11 +73,11 @@ def _decoding(trial: Trial) -> None:
     target = trial.target
     prompt = cast(list[int], trial.tokens(LENGTH, trial.seed)[0].tolist())
     text, leads = _plain_greedy(target, prompt, trial.cache_options)
-    greedy = make_sampler(temp=0.0)
     for right in (0.0, 0.8, 1.0):
         drafter: Drafter = ScriptedDrafter(prompt + text, target.vocab_size, right)
-        state = prefill(target, drafter, prompt, greedy, target_cache=target.make_cache(**trial.cache_options))
-        for _ in decode(target, drafter, state, DECODED, BLOCK, greedy):
+        run = Decoding(target, drafter)
+        state = prefill(run, prompt, target_cache=target.make_cache(**trial.cache_options))
+        for _ in decode(run, state, DECODED, BLOCK):
             pass
         for i, (ours, plain, lead) in enumerate(zip(state.tokens[len(prompt) :], text, leads, strict=True)):
             if ours != plain and lead < NEAR_TIE:

@@ -3,25 +3,57 @@
 Knows shapes only. Must not know how drafts are made.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 if TYPE_CHECKING:
+    from ..sampling import DrawingSampler
     from ..target import LoadedTargetModel
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens ``[1, n]`` (integers) and, where the drafter has them, their logits ``[1, n, V]``."""
+    """What a drafter proposes, greedily or drawn.
+
+    Args:
+        tokens: Drafts ``[1, n]``, integers.
+        logits: Where the drafter has them: ``[1, n, V]``, or ``[1, n, K]`` of the ids in ``candidates``.
+        candidates: ``[1, n, K]`` token ids that ``logits`` and ``log_q`` belong to; ``None``: all ``V`` in order.
+        log_q: Log-probabilities, shaped like ``logits``, of the distribution that each token was drawn from, given
+            the drafts before it; ``None`` where the tokens are the drafter's best.
+        confidence: ``[1, n]`` chance that each draft is accepted if all before it are, from a head of its own;
+            ``None``: the softmax of ``logits`` at the token.
+        source: Which of several drafters made it, where one drafter is made of several.
+    """
 
     tokens: mx.array
     logits: mx.array | None = None
+    candidates: mx.array | None = None
+    log_q: mx.array | None = None
+    confidence: mx.array | None = None
+    source: str = ""
 
     def first(self, count: int) -> "Proposal":
         """The first ``count`` drafts."""
-        return Proposal(self.tokens[:, :count], None if self.logits is None else self.logits[:, :count])
+        arrays = ("tokens", "logits", "candidates", "log_q", "confidence")
+        held = {name: array for name in arrays if (array := getattr(self, name)) is not None}
+        return replace(self, **{name: array[:, :count] for name, array in held.items()})
+
+    def acceptance_chances(self) -> mx.array | None:
+        """What the drafter thinks of each draft ``[n]``, in float32; ``None`` where it does not say."""
+        if self.confidence is not None:
+            return self.confidence[0].astype(mx.float32)
+        if self.logits is None:
+            return None
+        logits_NV, tokens_N1 = self.logits[0].astype(mx.float32), self.tokens[0, :, None]
+        if self.candidates is None:
+            known_N1 = mx.clip(tokens_N1, 0, logits_NV.shape[-1] - 1)  # ids are checked by the decode loop
+            own_N1 = mx.take_along_axis(logits_NV, known_N1, axis=-1)
+        else:
+            own_N1 = mx.max(mx.where(self.candidates[0] == tokens_N1, logits_NV, -mx.inf), axis=-1, keepdims=True)
+        return mx.exp(own_N1 - mx.logsumexp(logits_NV, axis=-1, keepdims=True))[:, 0]
 
 
 @runtime_checkable
@@ -61,3 +93,14 @@ class Drafter(Protocol):
         positions, or writes one token plainly, as when an n-gram drafter finds no match. Ids are those of the
         target's vocabulary. The cache must hold afterwards what it held before.
         """
+
+
+@runtime_checkable
+class DrawingDrafter(Drafter, Protocol):
+    """A drafter whose drafts depend on the drafts before them, so that only it can draw them.
+
+    Any other drafter's positions are independent given the block; whoever wants draws takes them from its logits.
+    """
+
+    def draw(self, anchor: mx.array, length: int, cache: Any, sampler: "DrawingSampler") -> Proposal:
+        """As :meth:`Drafter.propose`, each token drawn as ``sampler`` says; :attr:`Proposal.log_q` tells from what."""

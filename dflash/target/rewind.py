@@ -11,6 +11,7 @@ was never fed the rejected tokens.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -104,6 +105,22 @@ class TargetCache(list[Any]):
         self._recorder = Recorder(length, self._replayed) if record else None
         return self._recorder
 
+    def undo_point(self) -> Callable[[], None]:
+        """A function that takes back a pass which was built and not yet evaluated, as if it had never been.
+
+        It holds the arrays of now: drop it before the pass is evaluated, or the caches' arrays are copied to grow.
+        """
+        members = [member for cache in self for member in _members(cache)]
+        before = [{name: _alias(value) for name, value in vars(member).items()} for member in members]
+        fed, recorder = self._fed, self._recorder
+
+        def undo() -> None:
+            for member, values in zip(members, before, strict=True):
+                vars(member).update(values)
+            self._fed, self._recorder = fed, recorder
+
+        return undo
+
     def rewind(self, length: int) -> None:
         """Keep the first ``length`` tokens; only tokens of the last pass may go.
 
@@ -130,6 +147,13 @@ class TargetCache(list[Any]):
             else:
                 _RULES[type(cache)](cache, rejected)
         self._recorder = None
+
+
+def _alias(value: Any) -> Any:
+    """The same data under another name, which an assignment to a part of ``value`` does not change."""
+    if isinstance(value, mx.array):
+        return mx.array(value)
+    return type(value)(_alias(v) for v in value) if isinstance(value, list | tuple) else value
 
 
 def _members(cache: Any) -> Sequence[Any]:

@@ -15,14 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import ConcatenateKVCache
-from mlx_lm.sample_utils import make_sampler
 from support.models import ScriptedDrafter
 
 from dflash import LoadedTargetModel
 from dflash.adapters import registered_adapters
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance import small_models as small
-from dflash.decode import decode, prefill
+from dflash.decode import Decoding, decode, prefill
 from dflash.target.rewind import TargetCache, describe
 
 TABLE = Path(__file__).parents[2] / "adapters" / "ARCHITECTURES.md"
@@ -111,10 +110,10 @@ def assert_identical(kind: str, count: int, right: float) -> None:
     text, lead = plain(target, prompt, count, options)
     assert lead > NEAR_TIE
     drafter = ScriptedDrafter(prompt + text, target.vocab_size, right)
-    greedy = make_sampler(temp=0.0)
-    state = prefill(target, drafter, prompt, greedy, target_cache=target.make_cache(**options))
+    run = Decoding(target, drafter)
+    state = prefill(run, prompt, target_cache=target.make_cache(**options))
     assert any(kind in name for name, _ in describe(state.target_cache))
-    accepted = [len(block.tokens) for block in decode(target, drafter, state, count, 16, greedy)]
+    accepted = [len(block.tokens) for block in decode(run, state, count, 16)]
     assert state.tokens == prompt + text
     assert min(accepted) < 8 < max(accepted), "acceptance should vary"
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.models import byte_tokenizer, llama_model, plain_greedy, qwen3_model, save_target, target
 from tokenizers import Tokenizer
@@ -19,12 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, load_target
 from dflash.adapters.conformance import small_models as small
-from dflash.decode import decode, prefill
+from dflash.decode import Decoding, decode, prefill
 from dflash.drafters.autoregressive import AutoregressiveDrafter, is_draft_model_compatible
 from dflash.errors import IncompatibleModelsError
 from dflash.target.compare import assert_close, assert_same_caches
 
-GREEDY = make_sampler(temp=0.0)
 NEAR_TIE = 1e-4
 VOCAB = small.VOCAB
 # Full attention, a window of 6, and of other cache kinds one each: windows that wrap, recurrent states, both with KV.
@@ -105,8 +103,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(kind):
     assert lead > NEAR_TIE
     draft = drafter(kind)
     draft.bind(model(kind))
-    state = prefill(model(kind), draft, prompt, GREEDY)
-    blocks = list(decode(model(kind), draft, state, count, 6, GREEDY))
+    state = prefill(Decoding(model(kind), draft), prompt)
+    blocks = list(decode(Decoding(model(kind), draft), state, count, 6))
     assert [len(block.tokens) for block in blocks] == [6] * 3
     assert state.tokens == prompt + expected
 
@@ -119,8 +117,8 @@ def test_the_text_is_the_targets_own_and_the_cache_follows_it(kind, other):
     assert lead > NEAR_TIE
     draft = drafter(other, seed=1)
     draft.bind(model(kind))
-    state = prefill(model(kind), draft, prompt, GREEDY, step_size=7)
-    for _ in decode(model(kind), draft, state, count, 4, GREEDY):
+    state = prefill(Decoding(model(kind), draft), prompt, step_size=7)
+    for _ in decode(Decoding(model(kind), draft), state, count, 4):
         assert state.draft_cache.offset == len(state.tokens) - 1
     assert state.tokens == prompt + expected
     assert_holds(draft, state.draft_cache, state.tokens[:-1])
@@ -138,9 +136,9 @@ def test_drafts_are_sometimes_right_and_sometimes_wrong_when_the_draft_model_is_
     assert lead > NEAR_TIE
     draft = AutoregressiveDrafter(LoadedTargetModel(off))
     draft.bind(loaded)
-    state = prefill(loaded, draft, prompt, GREEDY)
+    state = prefill(Decoding(loaded, draft), prompt)
     sizes = set()
-    for block in decode(loaded, draft, state, count, 5, GREEDY):
+    for block in decode(Decoding(loaded, draft), state, count, 5):
         sizes.add(len(block.tokens))
         assert state.draft_cache.offset == len(state.tokens) - 1
     assert state.tokens == prompt + expected
@@ -174,8 +172,8 @@ def test_past_its_own_longest_sequence_a_model_proposes_nothing():
     prompt, count = [3, 1, 4, 1, 5], 40
     expected, lead = plain_greedy(loaded.model, prompt, count)
     assert lead > NEAR_TIE
-    state = prefill(loaded, draft, prompt, GREEDY)
-    blocks = list(decode(loaded, draft, state, count, 5, GREEDY))
+    state = prefill(Decoding(loaded, draft), prompt)
+    blocks = list(decode(Decoding(loaded, draft), state, count, 5))
     assert [len(block.drafted) for block in blocks[:5]] == [4, 4, 4, 3, 0]
     assert sum(len(block.drafted) for block in blocks[4:]) == 0
     assert state.tokens == prompt + expected

@@ -44,6 +44,8 @@ def bench(
     policy: options.PolicyName = None,
     sampler: options.SamplerName = None,
     logits_processor: options.ProcessorNames = None,
+    draft_bits: options.DraftBits = None,
+    draft_window: options.DraftWindow = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -69,7 +71,7 @@ def bench(
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
     options.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
-    decoders = options.load_decoders(target, drafter or (), block_size, trust_remote_code)
+    decoders = options.load_decoders(target, drafter or (), block_size, trust_remote_code, draft_bits, draft_window)
     options.show_progress()
     comparison = _Comparison(decoders, requests, form, sampling, max_tokens, seed)
     comparison.carry_out(runs)

@@ -43,6 +43,8 @@ def generate(
     policy: options.PolicyName = None,
     sampler: options.SamplerName = None,
     logits_processor: options.ProcessorNames = None,
+    draft_bits: options.DraftBits = None,
+    draft_window: options.DraftWindow = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -61,7 +63,7 @@ def generate(
     text = options.prompt_text(prompt, keep_ends=not chat)
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify, policy)
-    decoder = options.load_decoder(target, drafter, block_size, trust_remote_code)
+    decoder = options.load_decoder(target, drafter, block_size, trust_remote_code, draft_bits, draft_window)
     tokens = form.tokens(text, decoder.loaded_target)
     options.set_seed(seed)
     responses = []

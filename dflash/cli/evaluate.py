@@ -42,6 +42,8 @@ def evaluate(
     verify: options.Verify = None,
     sampler: options.SamplerName = None,
     logits_processor: options.ProcessorNames = None,
+    draft_bits: options.DraftBits = None,
+    draft_window: options.DraftWindow = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -62,7 +64,7 @@ def evaluate(
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify)
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
-    decoder = options.load_decoder(target, drafter, trust_remote_code=trust_remote_code)
+    decoder = options.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
     loaded = decoder.loaded_target
     fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, max_tokens)
     options.set_seed(seed)

@@ -114,6 +114,17 @@ RunSeed = Annotated[int, typer.Option(help="Seed for sampling.", callback=seed_i
 BlockSize = Annotated[
     int | None, typer.Option(help="Positions per block, the anchor included. Default: the drafter's own.")
 ]
+DraftBits = Annotated[
+    int | None, typer.Option("--draft-bits", help="Quantise the drafter as it is loaded: 8 or 4 bits a weight.")
+]
+DraftWindow = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-window",
+        metavar="N",
+        help="Newest context tokens that the drafter's full attention sees; its memory stops growing with the text.",
+    ),
+]
 Chat = Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or the prompt as it is.")]
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="System prompt, where the prompt has none.", callback=is_text)
@@ -196,7 +207,12 @@ class Sampling:
 
 
 def load_decoder(
-    target: str | None, drafter: str | None, block_size: int | None = None, trust_remote_code: bool = False
+    target: str | None,
+    drafter: str | None,
+    block_size: int | None = None,
+    trust_remote_code: bool = False,
+    draft_bits: int | None = None,
+    draft_window: int | None = None,
 ) -> "DFlashSpeculativeDecoder":
     """The decoder that every command uses; without names, the bundled models.
 
@@ -208,26 +224,33 @@ def load_decoder(
         target = str(PAIR / "target")
     if drafter == BUNDLED:
         drafter = str(PAIR / "drafter")
-    asked: dict[str, Any] = {"block_size": block_size} if block_size is not None else {}
+    asked: dict[str, Any] = {"draft_bits": draft_bits, "draft_window": draft_window}
+    if block_size is not None:
+        asked["block_size"] = block_size
     return DFlashSpeculativeDecoder.from_pretrained(target, drafter, trust_remote_code=trust_remote_code, **asked)
 
 
 def load_decoders(
-    target: str | None, drafters: Sequence[str], block_size: int | None = None, trust_remote_code: bool = False
+    target: str | None,
+    drafters: Sequence[str],
+    block_size: int | None = None,
+    trust_remote_code: bool = False,
+    draft_bits: int | None = None,
+    draft_window: int | None = None,
 ) -> dict[str, "DFlashSpeculativeDecoder"]:
     """A decoder for each drafter, by its name; they share the target. Without names, the bundled models."""
     if len(set(drafters)) < len(drafters):
         raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(drafters)}.")
     if not drafters:
-        return {BUNDLED: load_decoder(target, None, block_size, trust_remote_code)}
+        return {BUNDLED: load_decoder(target, None, block_size, trust_remote_code, draft_bits, draft_window)}
     first, *others = drafters
-    decoders = {first: load_decoder(target, first, block_size, trust_remote_code)}
+    decoders = {first: load_decoder(target, first, block_size, trust_remote_code, draft_bits, draft_window)}
     if others:
         from ..generate import PAIR, DFlashSpeculativeDecoder, load_drafter
 
         asked: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
         for name in others:
-            drafter = load_drafter(PAIR / "drafter" if name == BUNDLED else name)
+            drafter = load_drafter(PAIR / "drafter" if name == BUNDLED else name, draft_bits, draft_window)
             decoders[name] = DFlashSpeculativeDecoder(decoders[first].loaded_target, drafter, **asked)
     return decoders
 

@@ -9,19 +9,26 @@ from typing import Any
 import mlx.core as mx
 
 from ..backend import compute_dtype, to_compute_dtype
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DFlashError
 from ..files import flat, read_json, read_safetensors, resolve_checkpoint, write_arrays, write_json
 from ..target import load_target
 from .autoregressive import AutoregressiveDrafter
 from .kinds import DEFAULT, KIND, drafter_class, is_language_model, kind_in, kind_of
 from .ngram import NAME as NGRAM
 from .ngram import NgramDrafter
-from .quantized import description, quantize_like
+from .quantized import description, quantize_drafter, quantize_like
 from .tensors import HEAD, Weights, check_weights, published_weights, reduced_vocabulary, vocabulary_tables
 
 
-def load_drafter(path_or_hub_name: str | Path) -> Any:
+def load_drafter(path_or_hub_name: str | Path, bits: int | None = None, window: int | None = None) -> Any:
     """Load a drafter from a folder or a hub name: a ``DFlashDraftModel``, or the kind that its config names.
+
+    Args:
+        path_or_hub_name: The checkpoint, or ``"ngram"``.
+        bits: Quantise the linear layers of a DFlash drafter to so many bits a number, in groups of 64
+            (:func:`~dflash.drafters.quantized.quantize_drafter`); head and embedding are the target's.
+        window: Newest context tokens that full attention of a DFlash drafter sees
+            (:meth:`~dflash.drafters.dflash.DFlashDraftModel.limit_context`).
 
     The name ``"ngram"`` needs no files: an :class:`~dflash.drafters.ngram.NgramDrafter` (write ``./ngram`` for a folder
     of that name). A whole language model becomes an :class:`~dflash.drafters.autoregressive.AutoregressiveDrafter`.
@@ -29,8 +36,23 @@ def load_drafter(path_or_hub_name: str | Path) -> Any:
     elsewhere float16 becomes bfloat16, since the target's features overflow it.
 
     Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files, what is not supported (by name), and
-    weights that are missing, left over, of the wrong shape or type, or not finite.
+    weights that are missing, left over, of the wrong shape or type, or not finite; and
+    :class:`~dflash.errors.DFlashError` for ``bits`` or a ``window`` that the drafter cannot have.
     """
+    model = _load(path_or_hub_name)
+    if window is not None:
+        if not hasattr(model, "limit_context"):
+            raise DFlashError(f"A window limits the context of DFlash drafters; this is a {type(model).__name__}.")
+        model.limit_context(window)
+    if bits is not None:
+        quantize_drafter(model, bits)
+        _to_wide_dtype(model)
+        mx.eval(model.parameters())
+    return model
+
+
+def _load(path_or_hub_name: str | Path) -> Any:
+    """The drafter as its files have it."""
     if path_or_hub_name == NGRAM:
         return NgramDrafter()
     path = resolve_checkpoint(path_or_hub_name)
@@ -40,12 +62,15 @@ def load_drafter(path_or_hub_name: str | Path) -> Any:
         return AutoregressiveDrafter(load_target(path))
     cls = drafter_class(kind_in(values))
     _refuse_mask_embedding(path)
-    weights = published_weights(read_safetensors(path), path)
+    own_tables = getattr(cls, "own_tables", ())
+    weights = published_weights(read_safetensors(path), path, own_tables)
     config = cls.config_class.from_dict(_with_head_dim(values, weights))
     model = cls(config)
-    ids = reduced_vocabulary(weights, config.draft_vocab_size, config.vocab_size, path)
+    ids = reduced_vocabulary(weights, config.draft_vocab_size, config.vocab_size, path, own_tables)
     if ids is not None:
         model.reduce_vocabulary(ids, own_head=any(name.startswith(HEAD) for name in weights))
+    if own_tables:
+        model.keep_tables({name.partition(".")[0] for name in weights})
     quantize_like(model, values, weights)
     check_weights(flat(model.parameters()), weights, path)
     model.load_weights(list(weights.items()))

@@ -118,6 +118,7 @@ class DFlashDraftModel(Trainable, nn.Module):
         self.layers = [DraftLayer(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._token_ids: mx.array | None = None
+        self._context_limit: int | None = None
 
     @property
     def block_size(self) -> int:
@@ -211,10 +212,21 @@ class DFlashDraftModel(Trainable, nn.Module):
             x_BLE = layer(x_BLE, offset, attend)
         return self.norm(x_BLE)
 
+    def limit_context(self, tokens: int) -> None:
+        """Let full attention see only the newest ``tokens`` of the context, in caches that are made from now on.
+
+        Memory and time of a draft then stop growing with the text. Drafts change where a drafter would have looked
+        further back, the text never. Sliding layers keep their own windows. Raises
+        :class:`~dflash.errors.GenerationError` unless it is one token at least.
+        """
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise GenerationError(f"The drafter's window must be a whole number of at least 1, got {tokens!r}.")
+        self._context_limit = tokens
+
     def make_cache(self) -> ContextCache:
         """A new, empty context cache: a sliding layer keeps what its window can see after the newest token."""
         windows = (self.config.window(layer) for layer in range(self.config.num_hidden_layers))
-        return ContextCache([None if window is None else window - 1 for window in windows])
+        return ContextCache([self._context_limit if window is None else window - 1 for window in windows])
 
     def extend_context(self, features: mx.array, cache: ContextCache, tokens: mx.array) -> None:
         """Append committed tokens, known to the drafter only by their ``features [1, S, F]``.

@@ -65,7 +65,7 @@ def description(model: nn.Module) -> dict[str, Any] | None:
     layers = {
         name: {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.QuantizedLinear)
+        if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
     }
     if not layers:
         return None
@@ -101,7 +101,7 @@ def quantize_drafter(
         if layer.weight.shape[-1] % group_size or name == "lm_head" or any(_names(name, part) for part in leave_out)
     }
     if kept == linear.keys():
-        raise DFlashError(f"No layer's inputs divide into groups of {group_size}; choose a smaller --group-size.")
+        raise DFlashError(f"No layer's inputs divide into groups of {group_size}; choose a smaller group size.")
     model.apply(lambda w: w.astype(mx.bfloat16) if mx.issubdtype(w.dtype, mx.floating) else w)
     nn.quantize(model, class_predicate=lambda name, _: options if name in linear and name not in kept else False)
     mx.eval(model.parameters())

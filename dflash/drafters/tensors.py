@@ -6,6 +6,7 @@ vocabularies. Must not know configs' spellings, quantisation or files.
 
 import logging
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ _RENAMED = (
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^encoder\.fc\."), "fc."),
     (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
+    (re.compile(r"^(candidate_selector\.(predecessor|successor)_codebook)\.weight$"), r"\1"),
     (re.compile(r"^draft_id_to_target_id$"), "d2t"),
     (re.compile(r"^target_id_to_draft_id$"), "t2d"),
 )
@@ -30,11 +32,11 @@ _BORROWED = re.compile(r"(.*\.)?rotary_emb\..*|embed_tokens\..*|verifier_(lm_hea
 HEAD = "lm_head."
 
 
-def published_weights(weights: Weights, path: Path) -> Weights:
+def published_weights(weights: Weights, path: Path, own_tables: Collection[str] = ()) -> Weights:
     """``weights`` under z-lab's names, without what a drafter computes or borrows from its target.
 
-    A head is kept: :func:`reduced_vocabulary` says whether it is the drafter's own. Raises
-    :class:`~dflash.errors.CheckpointError` if two tensors have the same name.
+    ``own_tables`` are kept, by the first part of their names, and so is a head: :func:`reduced_vocabulary` says whether
+    it is the drafter's own. Raises :class:`~dflash.errors.CheckpointError` if two tensors have the same name.
     """
     named: Weights = {}
     origin: dict[str, str] = {}
@@ -45,24 +47,27 @@ def published_weights(weights: Weights, path: Path) -> Weights:
         if name in named:
             raise CheckpointError(f"{path} holds {name} twice, as {origin[name]} and as {stored}.")
         named[name], origin[name] = value, stored
-    dropped = [name for name in named if _BORROWED.fullmatch(name)]
+    dropped = [name for name in named if _BORROWED.fullmatch(name) and name.partition(".")[0] not in own_tables]
     if dropped:
         logger.debug("%s: not read, since they are computed or the target's: %s.", path, ", ".join(sorted(dropped)))
     return {name: value for name, value in named.items() if name not in dropped}
 
 
-def reduced_vocabulary(weights: Weights, size: int | None, vocab_size: int, path: Path) -> mx.array | None:
+def reduced_vocabulary(
+    weights: Weights, size: int | None, vocab_size: int, path: Path, own_tables: Collection[str] = ()
+) -> mx.array | None:
     """Take the tables of a reduced vocabulary out of ``weights``: the target's ids ``[size]`` of the drafter's tokens.
 
     ``d2t [size]`` holds what is added to a drafter's id, ``t2d [vocab_size]`` which of the target's ids are known.
-    Without a reduced vocabulary the result is ``None``, and a head is a copy of the target's and taken out too.
+    Without a reduced vocabulary the result is ``None``, and a head is a copy of the target's and taken out too, unless
+    it is one of ``own_tables``.
     Raises :class:`~dflash.errors.CheckpointError` if the tables are missing or do not fit ``size``.
     """
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
     if size is None:
         if d2t is not None and (d2t.size != vocab_size or mx.any(d2t != 0).item()):
             raise CheckpointError(f"{path} holds d2t, a reduced vocabulary; config.json lacks draft_vocab_size.")
-        for name in [name for name in weights if name.startswith(HEAD)]:
+        for name in [name for name in weights if name.startswith(HEAD) and "lm_head" not in own_tables]:
             weights.pop(name)
         return None
     if d2t is None and t2d is None:

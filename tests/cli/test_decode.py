@@ -129,6 +129,13 @@ def test_an_empty_drafter_is_refused(command, pair):
     assert_one_error(invoke(*command, *pair[:2], "--drafter", " "), "--drafter is empty")
 
 
+@pytest.mark.parametrize("command", [["generate", "Hi"], ["bench"], ["eval"]])
+def test_a_drafter_can_be_quantised_and_limited_in_every_command_that_drafts(command, pair):
+    args = [*command, *pair] if command != ["eval"] else ["eval", pair[3], *pair[:2]]
+    assert_one_error(invoke(*args, "--draft-bits", "7"), "drafter has bits 7")
+    assert_one_error(invoke(*args, "--draft-window", "0"), "window must be a whole number of at least 1, got 0")
+
+
 @pytest.mark.parametrize("prompt", ["", "  ", "-"])
 def test_demo_takes_prompts_as_generate_does(prompt):
     assert_one_error(invoke("demo", prompt, stdin=""), "The prompt is empty; expected text")

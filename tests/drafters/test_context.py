@@ -8,6 +8,7 @@ import pytest
 from support.models import random_drafter, target
 
 from dflash.drafters.context import SPARE, ContextCache, LayerContext
+from dflash.errors import GenerationError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 VARIANTS = {
@@ -106,6 +107,26 @@ def test_after_skipped_tokens_the_next_ones_keep_their_positions():
     for ours, theirs in zip(partial.state, whole.state, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(a, b[..., 30:, :], atol=1e-5)
+
+
+def test_a_limited_drafter_drafts_as_if_the_context_began_later():
+    features, window = features_of(bound(), 50), 11
+    limited, later, whole = bound(), bound(), bound()
+    limited.limit_context(window)
+    caches = [drafter.make_cache() for drafter in (limited, later, whole)]
+    caches[1].skip(50 - window)
+    extend(limited, caches[0], features)
+    extend(later, caches[1], features[:, 50 - window :])
+    extend(whole, caches[2], features)
+    ours, begun_later, unlimited = (
+        drafter.propose(mx.array([[5]]), 7, cache).logits
+        for drafter, cache in zip((limited, later, whole), caches, strict=True)
+    )
+    np.testing.assert_allclose(ours, begun_later, atol=1e-5)
+    assert mx.abs(ours - unlimited).max().item() > 0.05
+    for wrong in (0, 2.5, True):
+        with pytest.raises(GenerationError, match="at least 1"):
+            whole.limit_context(wrong)
 
 
 def test_a_block_leaves_no_trace():

@@ -15,6 +15,7 @@ from dflash.backend import to_compute_dtype
 from dflash.drafters.quantized import description, quantize_drafter
 from dflash.errors import CheckpointError, DFlashError
 from dflash.files import flat
+from dflash.generate import PAIR
 
 TARGET = LoadedTargetModel(qwen3_model(0, 32))
 SHAPES = {"intermediate_size": 64, "head_dim": 16}  # every input divides by 32, of k_proj to down_proj
@@ -141,6 +142,34 @@ def test_quantising_leaves_out_what_is_named_or_does_not_divide():
         quantize_drafter(model, 4, 32)
     with pytest.raises(DFlashError, match="groups of 128"):
         quantize_drafter(drafter(), 4, 128)
+
+
+def test_the_bundled_drafter_quantised_at_load_keeps_its_acceptance_and_the_targets_text():
+    requests = [json.loads(line)["prompt"] for line in (PAIR / "heldout.jsonl").read_text().splitlines()[:2]]
+
+    def decoded(**options):
+        decoder = DFlashSpeculativeDecoder.from_pretrained(**options)
+        answers = [list(decoder.stream_generate(request, 80)) for request in requests]
+        blocks = [response.tokens for answer in answers for response in answer[1:]]
+        return sum(map(len, blocks)) / len(blocks), ["".join(r.text for r in answer) for answer in answers]
+
+    whole, texts = decoded()
+    for bits, least in ((8, 0.95), (4, 0.85)):
+        length, quantised_texts = decoded(draft_bits=bits)
+        assert quantised_texts == texts
+        assert length > least * whole
+    assert description(load_drafter(PAIR / "drafter", bits=8)) == {"group_size": 64, "bits": 8, "mode": "affine"}
+
+
+def test_what_cannot_be_quantised_or_limited_at_load_is_refused(tmp_path):
+    save_drafter(drafter(), tmp_path)
+    assert load_drafter(tmp_path, window=5).make_cache().layers[0].limit == 5
+    for options, words in (({"bits": 7}, "bits 7"), ({"window": 0}, "at least 1")):
+        with pytest.raises(DFlashError, match=words):
+            load_drafter(tmp_path, **options)
+    for options, words in (({"bits": 8}, "NgramDrafter has no weights"), ({"window": 8}, "NgramDrafter")):
+        with pytest.raises(DFlashError, match=words):
+            load_drafter("ngram", **options)
 
 
 # --- the command ------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def _taps(values: Values) -> None:
 
 def _anchor(values: Values, architectures: list[str], speculators: Mapping[str, Any], algorithms: list[str]) -> None:
     """Whether the anchor's position predicts the first draft: explicit, or by packaging."""
-    if "dspark" in algorithms or "dflash" in algorithms:  # vLLM's speculators
+    if {"dspark", "dflash", "dflash2"} & set(algorithms):  # vLLM's speculators
         values.setdefault("block_size", 8)
         methods = speculators.get("proposal_methods")
         first = methods[0] if isinstance(methods, list) and methods else None
@@ -125,9 +125,14 @@ def _anchor(values: Values, architectures: list[str], speculators: Mapping[str, 
         if isinstance(drafts, int) and isinstance(width, int):
             values["sample_from_anchor"] = drafts >= width
         elif values.get("sample_from_anchor") is None:
-            values["sample_from_anchor"] = "dspark" in algorithms
+            values["sample_from_anchor"] = False  # files that do not say it are older than the other choice
     elif values.get("sample_from_anchor") is None:
         dspark = any(name in _ANCHOR_DRAFTS for name in architectures) or values.get("projector_type") == "dspark"
+        if not dspark and (values.get("markov_rank") or values.get("enable_confidence_head")):
+            raise CheckpointError(
+                f"config.json: DSpark's heads with the architecture {', '.join(architectures) or 'unnamed'} leave open "
+                "where the first draft is read; set sample_from_anchor to true (at the anchor, as DeepSpec) or false."
+            )
         values["sample_from_anchor"] = dspark
 
 

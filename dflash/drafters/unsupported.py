@@ -24,6 +24,7 @@ _SCALE = "a factor of the target's own arithmetic, which drafters of this format
 _WIDTH = "a drafter of another width than its target"
 _SWA = "a sliding window for all layers by one switch; name sliding layers in layer_types instead"
 
+_GATED = "gated attention and offset norms, as in Qwen3.5"
 _INTERLEAVED = "rotary positions of neighbouring pairs; published drafters say so by rope_is_neox_style false"
 
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "default")
@@ -43,6 +44,7 @@ _KEYS: dict[str, str] = {
     "dflash_context_residual": "a residual from the last context token",
     "dflash_block_position_embedding": "learned embeddings of block positions",
     "dflash_gated_layer_fusion": "a gated mix of the target's layers",
+    "enable_qwen35_gated_q_proj": _GATED,
     "draft_shift": "drafts read one position earlier in the block, as in JetSpec",
     "mask_embedding": _MASK, "use_mask_embedding": _MASK, "separate_mask_embedding": _MASK,
     "use_swa": _SWA, "rope_interleave": _INTERLEAVED, "rope_interleaved": _INTERLEAVED, "mlp_bias": "biases in the MLP",
@@ -64,12 +66,13 @@ _KEYS_BY_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 _ARCHITECTURES = (
-    (r"DFlash2", _DFLASH2), (r"Gemma4.*DSpark", _GEMMA), (r"DeepseekV4|DSV4", _MLA), (r"DFlare", _DFLARE),
-    (r"Domino", _DOMINO), (r"Eagle", "an Eagle drafter"), (r"MTP|NextN", "a multi-token-prediction head"),
+    (r"Gemma4.*DSpark", _GEMMA), (r"DeepseekV4|DSV4", _MLA), (r"DFlare", _DFLARE),
+    (r"Qwen3_?5.*DSpark", _GATED), (r"Domino", _DOMINO), (r"Eagle", "an Eagle drafter"),
+    (r"MTP|NextN", "a multi-token-prediction head"),
     (r"Medusa", "Medusa heads"), (r"Laguna", _NORMS),
 )  # fmt: skip
 _ALGORITHMS = {
-    "dflash2": _DFLASH2, "domino": _DOMINO, "dflare": _DFLARE, "mtp": "a multi-token-prediction head",
+    "domino": _DOMINO, "dflare": _DFLARE, "mtp": "a multi-token-prediction head",
     "eagle3": "an Eagle drafter", "eagle": "an Eagle drafter", "peagle": "an Eagle drafter",
 }  # fmt: skip
 

@@ -10,8 +10,10 @@ from dflash import load_drafter
 from dflash.errors import CheckpointError
 
 REFUSED = {
-    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, {}, {}, ["DFlash2DraftModel", "DFlash 2"]),
-    "DFlash 2 by its keys": ({}, {"conv_kernel_size": 2, "conv_group_size": 16}, {}, ["conv_", "DFlash 2"]),
+    "DFlash 2 as DFlash": ({"drafter_kind": "dflash"}, {"conv_kernel_size": 2}, {}, ["conv_", "DFlash 2"]),
+    "DFlash 2 with MLA": (
+        {"architectures": ["DFlash2DraftModel"]}, {"attention_mode": "mla"}, {}, ["attention_mode", "latent attention"]
+    ),
     "DFlash 2 by its weights": ({}, {}, {"candidate_selector.successor_codebook": 1}, ["candidate_", "DFlash 2"]),
     "MLA": ({}, {"attention_mode": "mla"}, {}, ["attention_mode 'mla'", "latent"]),
     "sinks": ({"attention_sink_bias": True}, {}, {}, ["attention_sink_bias", "sinks"]),
@@ -20,10 +22,11 @@ REFUSED = {
     "auxiliary norms by weights": ({}, {}, {"aux_hidden_norms.0.weight": 1}, ["aux_hidden_norms", "Laguna"]),
     "Laguna": ({"decoder_layer_type": "laguna"}, {}, {}, ["decoder_layer_type", "Laguna"]),
     "gate by weights": ({}, {}, {"layers.0.self_attn.g_proj.weight": 1}, ["g_proj", "gate"]),
-    "Markov head": ({"markov_rank": 256}, {}, {}, ["markov_rank 256", "Markov"]),
-    "Markov head inside": ({}, {"projector_type": "dspark", "markov_rank": 256}, {}, ["markov_rank 256", "Markov"]),
+    "Markov head": ({"drafter_kind": "dflash", "markov_rank": 256}, {}, {}, ["markov_rank 256", "Markov"]),
     "Markov head by weights": ({}, {}, {"markov_head.markov_w1.weight": 1}, ["markov_w1", "Markov"]),
-    "confidence head": ({"enable_confidence_head": True}, {}, {}, ["enable_confidence_head", "confidence"]),
+    "confidence head": (
+        {"drafter_kind": "dflash", "enable_confidence_head": True}, {}, {}, ["enable_confidence_head", "confidence"]
+    ),
     "Domino": ({}, {"projector_type": "domino"}, {}, ["projector_type 'domino'", "Domino"]),
     "Domino by weights": ({}, {}, {"prefix_gru.weight_ih_l0": 1}, ["prefix_gru", "Domino"]),
     "length head": ({"use_thresh_head_two_model": True}, {}, {}, ["use_thresh_head_two_model", "length"]),

@@ -165,8 +165,8 @@ class DenseDrafter:
                     visible[i, s] = not causal or s <= t
         return visible
 
-    def logits(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
-        """``[block_size - 1, V]``: row ``i`` predicts the token ``i + 1`` places after the anchor."""
+    def hidden(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
+        """Final hidden states ``[block_size, E]`` of the block at ``anchor``."""
         config, size, context = self.config, self.config["block_size"], len(features_SF)
         hidden = rms_norm(features_SF @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"], self.eps)
         before, positions = np.arange(context), np.arange(context, context + size)
@@ -178,7 +178,12 @@ class DenseDrafter:
             k, v = np.concatenate([context_k, block_k], axis=1), np.concatenate([context_v, block_v], axis=1)
             x = x + layer.attention(layer.queries(y, positions), k, v, self.visible(i, context))
             x = x + layer.mlp(x)
-        logits = self.target.head(rms_norm(x, self.weights["norm.weight"], self.eps))[1:] * config["output_multiplier"]
+        return rms_norm(x, self.weights["norm.weight"], self.eps)
+
+    def logits(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
+        """``[block_size - 1, V]``: row ``i`` predicts the token ``i + 1`` places after the anchor."""
+        config = self.config
+        logits = self.target.head(self.hidden(features_SF, anchor))[1:] * config["output_multiplier"]
         cap = config["final_logit_softcapping"]
         return logits if cap is None else cap * np.tanh(logits / cap)
 

@@ -1,0 +1,196 @@
+"""DSpark: a DFlash drafter whose tokens are chosen one after another by a small Markov head, with a confidence head.
+
+The layers fill the block in one pass, as in DFlash. Their logits are then walked from left to right: each gets a bias
+from the token that was chosen before it. Knows the heads' place in the block and their published keys (DSpark,
+arXiv:2607.05147; DeepSpec, SpecForge, vLLM's speculators). Must not know files, targets' architectures, or
+verification.
+
+Shapes: N drafts of one block, T predictions of many, E hidden size, R rank, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..errors import CheckpointError
+from .config import DFlashConfig
+from .context import ContextCache
+from .dflash import DFlashDraftModel
+from .kinds import register_drafter
+from .markov import ConfidenceHead, markov_head_class
+from .protocol import Proposal
+
+if TYPE_CHECKING:
+    from ..sampling import DrawingSampler
+    from ..target import LoadedTargetModel
+
+Choose = Callable[[mx.array], tuple[mx.array, mx.array | None]]
+"""Logits ``[1, V]`` to a token ``[1]`` and the log-probabilities ``[1, V]`` that it was drawn from, if it was."""
+
+
+@dataclass(frozen=True)
+class DSparkConfig(DFlashConfig):
+    """Further keys of DSpark's ``config.json``.
+
+    ``markov_head_type`` is ``vanilla``, ``gated`` or ``rnn``; ``markov_rank`` 0 means no such head. The confidence head
+    reads the token before each draft too where ``confidence_head_with_markov``; its logits are divided by
+    ``confidence_temperatures``, one a draft, where they were calibrated.
+    """
+
+    sample_from_anchor: bool = True
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    confidence_temperatures: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rank, temperatures = self.markov_rank, tuple(self.confidence_temperatures)
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise CheckpointError(f"markov_rank must be a whole number of at least 0, got {rank!r}.")
+        markov_head_class(self.markov_head_type)
+        for name in ("enable_confidence_head", "confidence_head_with_markov"):
+            if not isinstance(getattr(self, name), bool):
+                raise CheckpointError(f"{name} must be true or false, got {getattr(self, name)!r}.")
+        drafts = self.block_size - (not self.sample_from_anchor)
+        if temperatures and (len(temperatures) != drafts or not all(t > 0 for t in temperatures)):
+            raise CheckpointError(f"confidence_temperatures must be {drafts} positive numbers, one a draft.")
+        object.__setattr__(self, "confidence_temperatures", temperatures)
+
+    @property
+    def confidence_rank(self) -> int:
+        """Numbers of the token before that the confidence head reads."""
+        return self.markov_rank if self.confidence_head_with_markov else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The published form: SpecForge's, whose heads' keys are inside ``dflash_config``."""
+        values = super().to_dict()
+        own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+        heads = {name: values.pop(name) for name in own} | {"sample_from_anchor": self.sample_from_anchor}
+        if temperatures := values.pop("confidence_temperatures"):
+            heads["confidence_temperatures"] = temperatures
+        inner = {"projector_type": "dspark", "attention_mode": "gqa"} | values["dflash_config"] | heads
+        return values | {"architectures": [DSparkDraftModel.__name__], "dflash_config": inner}
+
+
+@register_drafter("dspark")
+class DSparkDraftModel(DFlashDraftModel):
+    """A DSpark drafter. Its files may hold an embedding and a head of their own, frozen copies of the target's."""
+
+    config_class: ClassVar[type[DFlashConfig]] = DSparkConfig
+    own_tables: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head")
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        drafted = config.draft_vocab_size or config.vocab_size
+        if config.markov_rank:
+            head = markov_head_class(config.markov_head_type)
+            self.markov_head = head(config.vocab_size, drafted, config.markov_rank, config.hidden_size)
+        if config.enable_confidence_head:
+            self.confidence_head = ConfidenceHead(config.hidden_size, config.confidence_rank)
+
+    @classmethod
+    def recognises(cls, signs: Mapping[str, Any]) -> bool:
+        """Whether a config's keys or names are DSpark's. Without both heads it is DFlash in DeepSpec's packaging."""
+        named = any("dspark" in name.lower() for name in (*signs["architectures"], *signs["algorithms"]))
+        named = named or signs.get("projector_type") == "dspark"
+        has_heads = bool(signs.get("markov_rank") or signs.get("enable_confidence_head"))
+        return has_heads or (named and signs.get("markov_rank") is None)
+
+    def keep_tables(self, names: set[str]) -> None:
+        """Make room for the tables ``names``, some of :attr:`own_tables`, which the caller loads."""
+        config = self.config
+        if "embed_tokens" in names:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if "lm_head" in names and self.token_ids is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def bind(self, target: "LoadedTargetModel") -> None:
+        """As :meth:`~dflash.drafters.dflash.DFlashDraftModel.bind`; tables that equal the target's are shared."""
+        super().bind(target)
+        for name in self.own_tables:
+            if name in self and self.token_ids is None and _same_table(self[name], _table_of(target, name)):
+                self.pop(name)
+
+    def embed(self, tokens_BL: mx.array) -> mx.array:
+        """Embeddings ``[B, L, E]``: the target's, or those of a table of its own."""
+        if "embed_tokens" not in self:
+            return super().embed(tokens_BL)
+        return self.embed_tokens(tokens_BL) * self.config.input_embedding_scale
+
+    def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
+        """Fill the block after ``anchor [1, 1]`` and choose its first ``length`` tokens, the best after each other."""
+        return self._walk(anchor, length, cache, lambda logits_1V: (mx.argmax(logits_1V, axis=-1), None))
+
+    def draw(self, anchor: mx.array, length: int, cache: ContextCache, sampler: "DrawingSampler") -> Proposal:
+        """As :meth:`propose`, but each token is drawn as ``sampler`` says, given those drawn before it."""
+
+        def draw(logits_1V: mx.array) -> tuple[mx.array, mx.array]:
+            log_q_1V = sampler.log_distribution(logits_1V)
+            return mx.random.categorical(log_q_1V), log_q_1V
+
+        return self._walk(anchor, length, cache, draw)
+
+    def _walk(self, anchor: mx.array, length: int, cache: ContextCache, choose: Choose) -> Proposal:
+        hidden_1NE = self.draft_hidden(anchor, length, cache)
+        base_1NV = self.head(hidden_1NE)
+        state = mx.zeros((1, self.config.markov_rank), hidden_1NE.dtype)
+        tokens, before, logits, log_q = [anchor.reshape(1).astype(mx.int32)], [], [], []
+        for i in range(length):
+            logits_1V = base_1NV[:, i]
+            if "markov_head" in self:
+                before.append(self.markov_head.markov_w1(tokens[-1]))
+                latent, state = self.markov_head.step(before[-1], hidden_1NE[:, i], state)
+                logits_1V = logits_1V + self._bias(latent)
+            token, of_token = choose(logits_1V)
+            tokens.append(token.astype(mx.int32))
+            logits.append(logits_1V)
+            log_q += [] if of_token is None else [of_token]
+        confidence = None
+        if "confidence_head" in self:
+            before_NR = mx.concatenate(before) if before else None
+            logit_N = self.confidence_logits(hidden_1NE[0], before_NR).astype(mx.float32)
+            temperatures = self.config.confidence_temperatures
+            confidence = mx.sigmoid(logit_N / mx.array(temperatures[:length]) if temperatures else logit_N)[None]
+        return Proposal(
+            mx.stack(tokens[1:], axis=1),
+            mx.stack(logits, axis=1),
+            log_q=mx.stack(log_q, axis=1) if log_q else None,
+            confidence=confidence,
+        )
+
+    def confidence_logits(self, hidden_TE: mx.array, before_TR: mx.array | None) -> mx.array:
+        """Logits ``[T]`` of the chances that drafts are accepted, from the embeddings of the tokens before them."""
+        parts = [hidden_TE]
+        if self.config.confidence_rank and before_TR is not None:
+            parts.append(before_TR)
+        return self.confidence_head(parts)
+
+    def _bias(self, latent_TR: mx.array) -> mx.array:
+        """The Markov head's bias ``[T, V]``, 0 for tokens that the drafter does not know."""
+        bias_TD = self.markov_head.bias(latent_TR)
+        if self.token_ids is None:
+            return bias_TD
+        bias_TV = mx.zeros((bias_TD.shape[0], self.config.vocab_size), bias_TD.dtype)
+        bias_TV[:, self.token_ids] = bias_TD
+        return bias_TV
+
+
+def _table_of(target: "LoadedTargetModel", name: str) -> Any:
+    """The target's module for the drafter's own ``name``; a tied head is the embedding."""
+    embedding = target.adapter.embedding
+    return embedding if name == "embed_tokens" else target.adapter.language_model.get("lm_head", embedding)
+
+
+def _same_table(mine: nn.Module, theirs: nn.Module) -> bool:
+    """Whether two tables hold the same numbers, as they are stored."""
+    ours, other = (dict(tree_flatten(table.parameters())) for table in (mine, theirs))
+    return ours.keys() == other.keys() and all(
+        ours[name].dtype == other[name].dtype and mx.array_equal(ours[name], other[name]).item() for name in ours
+    )

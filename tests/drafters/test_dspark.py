@@ -175,7 +175,7 @@ def test_speculative_sampling_with_markov_drafts_is_exact_over_joint_tokens(monk
 def plain(**changes) -> tuple[dict, dict]:
     """Config and weights of one drafter as this package publishes them: in SpecForge's packaging."""
     drafter = random_dspark(3, packagings.VOCAB, **changes)
-    weights = {n: w for n, w in tree_flatten(drafter.parameters())}
+    weights = dict(tree_flatten(drafter.parameters()))
     return json.loads(json.dumps(drafter.config.to_dict())), weights
 
 
@@ -251,7 +251,9 @@ def test_what_is_saved_is_the_published_packaging_and_loads_bit_equal(tmp_path):
     assert config["dflash_config"]["markov_rank"] == 6
     loaded = load_drafter(tmp_path)
     assert loaded.config == drafter.config
-    for (name, mine), (_, saved) in zip(tree_flatten(loaded.parameters()), tree_flatten(drafter.parameters())):
+    for (name, mine), (_, saved) in zip(
+        tree_flatten(loaded.parameters()), tree_flatten(drafter.parameters()), strict=True
+    ):
         assert mx.array_equal(mine, saved.astype(mx.bfloat16)).item(), name
 
 

@@ -6,7 +6,7 @@ Knows the field names of the format and their defaults. Must not know weights, t
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from ..errors import CheckpointError
@@ -80,9 +80,9 @@ class DFlashConfig:
                 raise CheckpointError(f"{name} must be {expected}, got {value!r}.")
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 (frozen dataclass)
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            _require_positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         for name in ("num_key_value_heads", "vocab_size", "block_size"):
-            _require_positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         if self.block_size > MAX_BLOCK_SIZE:
             raise CheckpointError(
                 f"block_size {self.block_size} is too large; expected at most {MAX_BLOCK_SIZE} (published: 4 to 16)."
@@ -124,11 +124,11 @@ class DFlashConfig:
         if unknown:
             raise CheckpointError(f"layer_types holds {unknown}; expected {FULL!r} or {SLIDING!r}.")
         if SLIDING in self.layer_types:
-            _require_positive("sliding_window (needed by the sliding layers)", self.sliding_window)
+            require_positive("sliding_window (needed by the sliding layers)", self.sliding_window)
 
     def _spread_layer_ids(self) -> tuple[int, ...]:
         """Evenly spread target layers, the published default when a config names none."""
-        _require_positive("num_target_layers (needed where target_layer_ids is missing)", self.num_target_layers)
+        require_positive("num_target_layers (needed where target_layer_ids is missing)", self.num_target_layers)
         assert self.num_target_layers is not None
         ids = spread_layer_ids(self.num_target_layers, self.num_hidden_layers)
         logger.warning("The drafter's config names no target_layer_ids; evenly spread ones are assumed: %s.", list(ids))
@@ -155,7 +155,7 @@ class DFlashConfig:
         one) and, by name, for what changes the arithmetic and is not supported.
         """
         values = published_values(config, {f.name for f in fields(cls)})
-        missing = [f.name for f in fields(cls) if f.name in _REQUIRED and f.name not in values]
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             raise CheckpointError(f"config.json: {', '.join(missing)} missing; a DFlash drafter needs them.")
         return cls(**values)
@@ -182,10 +182,6 @@ _OPTIONAL = frozenset({
     "num_target_layers", "sliding_window", "is_causal", "rope_parameters", "rope_is_neox_style", "attention_bias",
     "draft_vocab_size", "target_fingerprint",
 })  # fmt: skip
-_REQUIRED = frozenset({
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "vocab_size", "mask_token_id",
-})  # fmt: skip
 
 
 def _is_whole(value: Any) -> bool:
@@ -196,7 +192,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# What a value must be before anything is computed from it; the counts are checked by `_require_positive`.
+# What a value must be before anything is computed from it; the counts are checked by `require_positive`.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "mask_token_id": ("a whole number", _is_whole),
     "num_target_layers": ("a positive whole number or null", lambda v: v is None or (_is_whole(v) and v > 0)),
@@ -220,6 +216,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _require_positive(name: str, value: Any) -> None:
+def require_positive(name: str, value: Any) -> None:
+    """Raise :class:`~dflash.errors.CheckpointError`, naming ``name``, unless ``value`` is a count of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{name} must be a positive whole number, got {value!r}.")

@@ -6,7 +6,7 @@ Shapes: T predictions, E hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -29,12 +29,15 @@ class Predictions:
 class Trainable:
     """A base of drafter kinds; a kind overrides what differs for it.
 
+    ``usual_options`` are the values of the kind's own keys in a new drafter whose recipe does not name them.
     ``added_modules`` are modules that DFlash does not have, by a part of their names. They start as their classes make
     them, in a new drafter and in one that starts from a DFlash checkpoint. ``head_modules``, by the names of the
     model's own attributes, are those that work on final hidden states, in the methods below: training calls these for
-    a chunk of predictions at a time, and only there do the head modules get gradients.
+    a chunk of predictions at a time, and only there do the head modules get gradients. ``measures`` name what
+    :meth:`hits` counts.
     """
 
+    usual_options: ClassVar[dict[str, Any]] = {}
     added_modules: ClassVar[tuple[str, ...]] = ()
     head_modules: ClassVar[tuple[str, ...]] = ()
     measures: ClassVar[tuple[str, ...]] = ("accuracy",)

@@ -1,0 +1,234 @@
+"""DFlash 2: a DFlash drafter with convolutions over the block's rows, and a selector that walks over the best tokens.
+
+The layers fill the block in one pass, as in DFlash. Before and after attention and MLP each row is mixed with the rows
+before it, by kernels that depend on the row. Then a token is chosen at one position after another, among the ``K`` best
+of each, by its logit and how well it follows the token chosen before it. Knows the published keys and weight names
+(z-lab's dflash 0.1.0) and these formulas; there is no paper. Must not know files, any target architecture, or what
+happens to its drafts.
+
+Shapes: B blocks, L block positions, E hidden size, S sides (before, after), T taps, G groups of channels, N drafts of
+one block or predictions of many, R rank, K candidates, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import CheckpointError
+from .config import DFlashConfig, require_positive
+from .context import ContextCache
+from .dflash import Attend, DFlashDraftModel, DraftLayer
+from .kinds import register_drafter
+from .protocol import Proposal
+from .trainable import Predictions
+
+if TYPE_CHECKING:
+    from ..sampling import DrawingSampler
+
+_OWN_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+@dataclass(frozen=True)
+class DFlash2Config(DFlashConfig):
+    """Further keys of a DFlash 2 ``config.json``; files must name all but the last.
+
+    A convolution mixes ``conv_kernel_size`` rows, with dynamic coefficients that ``conv_group_size`` channels share.
+    The selector chooses among ``selector_top_k`` tokens, by tables of rank ``selector_rank``. Only ids below
+    ``selector_vocab_size`` are candidates: larger ones are padding of the vocabulary.
+    """
+
+    conv_kernel_size: int = field(kw_only=True)
+    conv_group_size: int = field(kw_only=True)
+    selector_rank: int = field(kw_only=True)
+    selector_top_k: int = field(kw_only=True)
+    selector_vocab_size: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _OWN_KEYS:
+            require_positive(name, getattr(self, name))
+        if self.hidden_size % self.conv_group_size:
+            raise CheckpointError(
+                f"hidden_size {self.hidden_size} is not a multiple of conv_group_size {self.conv_group_size}."
+            )
+        known = self.selector_vocab_size
+        if known is not None:
+            require_positive("selector_vocab_size", known)
+        most = min(n for n in (known, self.draft_vocab_size, self.vocab_size) if n is not None)
+        if self.selector_top_k > most:
+            raise CheckpointError(
+                f"selector_top_k {self.selector_top_k} is more than the {most} tokens that it may choose."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The published form: the kind's own keys and the block size are inside ``dflash_config``."""
+        values = super().to_dict()
+        own = {name: values.pop(name) for name in (*_OWN_KEYS, "block_size")}
+        if (known := values.pop("selector_vocab_size")) is not None:
+            own["selector_vocab_size"] = known
+        inner = values["dflash_config"] | own
+        return values | {"architectures": [DFlash2DraftModel.__name__], "dflash_config": inner}
+
+
+class DynamicConvolution(nn.Module):
+    """Two causal convolutions over block rows, one before and one after a sublayer; new, they change nothing.
+
+    The coefficient of tap ``t`` in channel ``c`` of row ``i`` is ``base[t, c] + dynamic[i, t, group of c]``. Both
+    sides' dynamic parts come from what enters the sublayer.
+    """
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__()
+        taps, size = config.conv_kernel_size, config.hidden_size
+        self._groups = size // config.conv_group_size
+        self.base_kernel = mx.zeros((2, taps, size))
+        self.base_kernel[:, 0] = 1
+        self.kernel_projection = nn.Linear(size, 2 * taps * self._groups, bias=False)
+        self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
+
+    def __call__(self, u_BLE: mx.array) -> tuple[mx.array, mx.array]:
+        """The kernels of both sides, each ``[B, L, T, E]``, for the rows ``u_BLE`` that enter the sublayer."""
+        sides, taps, size = self.base_kernel.shape
+        base_STGC = self.base_kernel.astype(u_BLE.dtype).reshape(sides, taps, self._groups, -1)
+        dynamic = self.kernel_projection(u_BLE).reshape(*u_BLE.shape[:2], sides, taps, self._groups, 1)
+        kernels = (base_STGC + dynamic).reshape(*u_BLE.shape[:2], sides, taps, size)
+        return kernels[:, :, 0], kernels[:, :, 1]
+
+
+def convolve(x_BLE: mx.array, kernel_BLTE: mx.array) -> mx.array:
+    """Row ``i`` of the result is the sum over taps ``t`` of ``kernel[i, t] * x[i - t]``, 0 before the block."""
+    length = x_BLE.shape[1]
+    total_BLE = x_BLE * kernel_BLTE[:, :, 0]
+    for tap in range(1, kernel_BLTE.shape[2]):
+        earlier_BLE = mx.pad(x_BLE, [(0, 0), (tap, 0), (0, 0)])[:, :length]
+        total_BLE = total_BLE + earlier_BLE * kernel_BLTE[:, :, tap]
+    return total_BLE
+
+
+class DFlash2Layer(DraftLayer):
+    """A DFlash layer whose attention and MLP stand between two convolutions each."""
+
+    def __init__(self, config: DFlash2Config, layer: int):
+        super().__init__(config, layer)
+        self.attention_conv = DynamicConvolution(config)
+        self.mlp_conv = DynamicConvolution(config)
+
+    def __call__(self, x_BLE: mx.array, offset: int | mx.array, attend: Attend) -> mx.array:
+        u_BLE = self.input_layernorm(x_BLE)
+        before, after = self.attention_conv(u_BLE)
+        x_BLE = x_BLE + convolve(self.self_attn(convolve(u_BLE, before), offset, attend), after)
+        u_BLE = self.post_attention_layernorm(x_BLE)
+        before, after = self.mlp_conv(u_BLE)
+        return x_BLE + convolve(self.mlp(convolve(u_BLE, before)), after)
+
+
+class CandidateSelector(nn.Module):
+    """How well each candidate follows a token: a product of three vectors of rank ``R``; new, it is 0 for all."""
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__()
+        table = (config.vocab_size, config.selector_rank)
+        self.predecessor_codebook = 0.02 * mx.random.truncated_normal(-2, 2, table)
+        self.successor_codebook = mx.zeros(table)
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def weighted(self, hidden_NE: mx.array, candidates_NK: mx.array) -> mx.array:
+        """``[N, K, R]``: what is multiplied with the row of the token before (:meth:`bias`)."""
+        return self.hidden_projection(hidden_NE)[:, None] * self.successor_codebook[candidates_NK]
+
+    def bias(self, weighted_NKR: mx.array, previous_N: mx.array) -> mx.array:
+        """``[N, K]`` in float32, added to the candidates' logits where ``previous_N`` are the tokens before them."""
+        return (weighted_NKR * self.predecessor_codebook[previous_N][:, None]).astype(mx.float32).sum(-1)
+
+
+@register_drafter("dflash2")
+class DFlash2DraftModel(DFlashDraftModel):
+    """A DFlash 2 drafter. Its proposals hold the ``K`` candidates of each position, best logit first, and their scores.
+
+    In training the selector is taught with the true token before each prediction: cross-entropy over the candidates,
+    where the true token is among them.
+    """
+
+    config_class: ClassVar[type[DFlashConfig]] = DFlash2Config
+    usual_options: ClassVar[dict[str, Any]] = {
+        "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16
+    }  # fmt: skip
+    added_modules: ClassVar[tuple[str, ...]] = ("attention_conv", "mlp_conv", "candidate_selector")
+    head_modules: ClassVar[tuple[str, ...]] = ("candidate_selector",)
+    measures: ClassVar[tuple[str, ...]] = ("accuracy", "candidate_recall")
+    config: DFlash2Config
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__(config)
+        self.layers = [DFlash2Layer(config, i) for i in range(config.num_hidden_layers)]
+        self.candidate_selector = CandidateSelector(config)
+
+    @classmethod
+    def recognises(cls, signs: Mapping[str, Any]) -> bool:
+        """Whether a config's names or keys are DFlash 2's."""
+        named = any("dflash2" in name.lower() for name in (*signs["architectures"], *signs["algorithms"]))
+        return named or any(signs.get(key) for key in _OWN_KEYS)
+
+    def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
+        """Fill the block after ``anchor [1, 1]`` and choose its first ``length`` tokens, the best after each other."""
+        return self._walk(anchor, length, cache, None)
+
+    def draw(self, anchor: mx.array, length: int, cache: ContextCache, sampler: "DrawingSampler") -> Proposal:
+        """As :meth:`propose`, each token drawn from its candidates at the temperature of ``sampler``.
+
+        Its filters are not applied, as published: any distribution will do that ``log_q`` tells.
+        """
+        return self._walk(anchor, length, cache, sampler.temp)
+
+    def _walk(self, anchor: mx.array, length: int, cache: ContextCache, temperature: float | None) -> Proposal:
+        hidden_NE = self.draft_hidden(anchor, length, cache)[0]
+        candidates_NK, unary_NK = self.candidates(self.head(hidden_NE))
+        weighted_NKR = self.candidate_selector.weighted(hidden_NE, candidates_NK)
+        token, tokens, scores, log_q = anchor.reshape(1), [], [], []
+        for i in range(length):
+            scores.append(unary_NK[i : i + 1] + self.candidate_selector.bias(weighted_NKR[i : i + 1], token))
+            if temperature is None:
+                choice = mx.argmax(scores[-1], axis=-1)
+            else:
+                log_q.append(nn.log_softmax(scores[-1] / temperature))
+                choice = mx.random.categorical(log_q[-1])
+            token = candidates_NK[i, choice]
+            tokens.append(token)
+        return Proposal(
+            mx.concatenate(tokens)[None],
+            mx.concatenate(scores)[None],
+            candidates_NK[None],
+            mx.concatenate(log_q)[None] if log_q else None,
+        )
+
+    def candidates(self, logits_NV: mx.array) -> tuple[mx.array, mx.array]:
+        """The ids of the ``K`` best tokens of each row and their logits in float32, each ``[N, K]``, best first."""
+        logits_NV, count = logits_NV[:, : self.config.selector_vocab_size], self.config.selector_top_k
+        best_NK = mx.argpartition(-mx.stop_gradient(logits_NV), count - 1, axis=-1)[:, :count]
+        unary_NK = mx.take_along_axis(logits_NV, best_NK, axis=-1).astype(mx.float32)
+        order_NK = mx.argsort(-mx.stop_gradient(unary_NK), axis=-1)
+        return mx.take_along_axis(best_NK, order_NK, axis=-1), mx.take_along_axis(unary_NK, order_NK, axis=-1)
+
+    def _taught(self, hidden_NE: mx.array, previous_N: mx.array, logits_NV: mx.array) -> tuple[mx.array, mx.array]:
+        """Candidates and their scores ``[N, K]`` where the token before each is known."""
+        candidates_NK, unary_NK = self.candidates(logits_NV)
+        weighted_NKR = self.candidate_selector.weighted(hidden_NE, candidates_NK)
+        return candidates_NK, unary_NK + self.candidate_selector.bias(weighted_NKR, previous_N)
+
+    def auxiliary_losses(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> mx.array:
+        """Cross-entropy over the candidates; 0 where the target's token is none of them."""
+        candidates_TK, scores_TK = self._taught(hidden_TE, previous_T, predictions.logits_TV)
+        right_TK = candidates_TK == predictions.tokens_T[:, None]
+        losses_T = mx.logsumexp(scores_TK, axis=-1) - mx.where(right_TK, scores_TK, 0).sum(-1)
+        return mx.where(right_TK.any(-1), losses_T, 0)
+
+    def hits(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> dict[str, mx.array]:
+        """Whether the candidate chosen, given the true token before it, is the target's; whether any candidate is."""
+        candidates_TK, scores_TK = self._taught(hidden_TE, previous_T, predictions.logits_TV)
+        right_TK = candidates_TK == predictions.tokens_T[:, None]
+        chosen_T1 = mx.argmax(scores_TK, axis=-1, keepdims=True)
+        accuracy_T = mx.take_along_axis(right_TK, chosen_T1, axis=-1)[:, 0]
+        return {"accuracy": accuracy_T, "candidate_recall": right_TK.any(-1)}

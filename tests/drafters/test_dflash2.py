@@ -1,0 +1,308 @@
+"""DFlash 2 against the NumPy reference: the same candidates, scores, acceptance and tokens, and exact sampling."""
+
+import json
+from dataclasses import asdict
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support import packagings, reference
+from support.models import HIDDEN, draft_config, plain_greedy, qwen3_model, randomize
+from support.models import target as small_target
+from support.reference_dflash2 import DenseDFlash2, softmax
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, save_drafter
+from dflash.drafters.dflash2 import DFlash2Config, DFlash2DraftModel
+from dflash.errors import CheckpointError
+from dflash.files import flat
+from dflash.sampling import DrawingSampler
+from dflash.speculative import speculative_sampling
+from dflash.verify import sample_target
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+VOCAB, KNOWN = 24, [1, 2, 3, 5, 8, 13, 21]
+OWN = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6}
+
+VARIANTS = {
+    "as published": {"is_causal": False, "layer_types": (SLIDING, SLIDING), "sliding_window": 6},
+    "causal": {"is_causal": True, "layer_types": (SLIDING, FULL), "sliding_window": 9, "conv_kernel_size": 3},
+    "taps longer than the block": {"block_size": 3, "conv_kernel_size": 5, "conv_group_size": 4},
+    "one channel a group, one tap": {"conv_kernel_size": 1, "conv_group_size": 1, "selector_top_k": 1},
+    "logit options": {"output_multiplier": 0.5, "final_logit_softcapping": 4.0, "input_embedding_scale": 3.0},
+    "padded vocabulary": {"selector_vocab_size": 19, "selector_top_k": 16},
+    "reduced vocabulary": {"draft_vocab_size": len(KNOWN), "selector_top_k": 7},
+}
+
+
+def numpy_weights(model) -> dict[str, np.ndarray]:
+    return {name: np.array(w).astype(np.float64) for name, w in tree_flatten(model.parameters())}
+
+
+def dflash2_config(vocab: int = VOCAB, **changes) -> DFlash2Config:
+    return DFlash2Config(**{**vars(draft_config(vocab)), **OWN, **changes})
+
+
+def random_dflash2(seed: int, vocab: int = VOCAB, **changes) -> DFlash2DraftModel:
+    """Every part counts: convolutions mix rows about evenly, and the selector often overrules the best logit."""
+    model = DFlash2DraftModel(dflash2_config(vocab, **changes))
+    if model.config.draft_vocab_size:
+        model.reduce_vocabulary(mx.array(KNOWN), own_head=True)
+    randomize(model, seed, scale=2.0)
+    for i, (name, weight) in enumerate(flat(model.parameters()).items()):
+        noise = mx.random.normal(weight.shape, key=mx.random.key(seed + 10 * i))
+        if name.endswith("base_kernel"):
+            model.load_weights([(name, 0.7 * noise)], strict=False)
+        elif name.endswith("codebook"):
+            model.load_weights([(name, 1.5 * noise)], strict=False)
+    return model
+
+
+def pair(seed: int, vocab: int = VOCAB, **changes):
+    """The same target and drafter twice: for the package and for the reference."""
+    model = qwen3_model(seed, vocab, tied=seed % 2 == 0)
+    target, drafter = LoadedTargetModel(model), random_dflash2(seed, vocab, **changes)
+    drafter.bind(target)
+    dense_target = reference.DenseTarget(numpy_weights(model), asdict(model.args))
+    dense = DenseDFlash2(numpy_weights(drafter), asdict(drafter.config), dense_target)
+    if drafter.config.draft_vocab_size:
+        dense.known, own = KNOWN, dense.weights["lm_head.weight"]
+        dense.unary = lambda features, anchor: _spread(dense.hidden(features, anchor)[1:] @ own.T, vocab)
+    return target, drafter, dense_target, dense
+
+
+def _spread(known: np.ndarray, vocab: int) -> np.ndarray:
+    logits = np.full((len(known), vocab), -np.inf)
+    logits[:, KNOWN] = known
+    return logits
+
+
+def prompt_of(length: int, vocab: int = VOCAB) -> list[int]:
+    return np.random.default_rng(length).integers(0, vocab, length).tolist()
+
+
+def features_of(dense_target, drafter, tokens) -> np.ndarray:
+    outputs = dense_target(tokens)[1]
+    return np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
+
+
+def assert_follows(proposal, path) -> None:
+    """Candidates, scores and tokens are the reference's."""
+    assert proposal.candidates[0].tolist() == path.candidates
+    np.testing.assert_allclose(np.array(proposal.logits[0]), np.stack(path.scores), atol=2e-3, rtol=1e-4)
+    assert proposal.tokens[0].tolist() == path.tokens
+
+
+@pytest.mark.parametrize("context", [1, 45])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafts_follow_the_formulas_at_any_context_length(variant, context):
+    """Through the caches: the context arrives in uneven pieces, with proposals in between; then in one piece."""
+    target, drafter, dense_target, dense = pair(1, **VARIANTS[variant])
+    tokens = prompt_of(context)
+    caches, cache = target.make_cache(), drafter.make_cache()
+    for start, stop in zip([0, 1, 5, 20], [1, 5, 20, 99], strict=True):
+        piece = mx.array([tokens[start:stop]])
+        if piece.size:
+            _, features = target.forward_with_hidden_states(piece, caches, drafter.target_layer_ids)
+            drafter.extend_context(features, cache, piece)
+            drafter.propose(mx.array([[3]]), 2, cache)  # must leave no trace
+    path = dense.walk(features_of(dense_target, drafter, tokens), 5)
+    proposal = drafter.propose(mx.array([[5]]), drafter.block_size - 1, cache)
+    assert_follows(proposal, path)
+    assert proposal.log_q is None
+    whole = drafter.make_cache()
+    _, features = target.forward_with_hidden_states(mx.array([tokens]), None, drafter.target_layer_ids)
+    drafter.extend_context(features, whole, mx.array([tokens]))
+    short = drafter.propose(mx.array([[5]]), 2, whole)
+    assert short.tokens[0].tolist() == path.tokens[:2]
+    np.testing.assert_allclose(np.array(short.logits), np.array(proposal.logits[:, :2]), atol=2e-3, rtol=1e-4)
+
+
+def test_every_part_counts_so_that_the_comparison_can_miss_none():
+    _, drafter, dense_target, dense = pair(1, **VARIANTS["as published"])
+    features = features_of(dense_target, drafter, prompt_of(20))
+    path = dense.walk(features, 5)
+    assert any(c[0] != t for c, t in zip(path.candidates, path.tokens, strict=True)), "the selector overrules nothing"
+    for name in ("attention_conv.base_kernel", "mlp_conv.kernel_projection.weight", "predecessor_codebook"):
+        other = DenseDFlash2(
+            {k: 0.9 * w if k.endswith(name) else w for k, w in dense.weights.items()}, dense.config, dense.target
+        )
+        changed = other.walk(features, 5)
+        assert np.abs(np.stack(changed.scores) - np.stack(path.scores)).max() > 0.1, name
+
+
+@pytest.mark.parametrize("variant", ["as published", "causal", "padded vocabulary"])
+def test_drawn_tokens_come_from_the_candidates_alone_and_their_distribution_is_told(variant):
+    target, drafter, dense_target, dense = pair(1, **VARIANTS[variant])
+    tokens, cache, temperature = prompt_of(9), drafter.make_cache(), 12.0
+    _, features = target.forward_with_hidden_states(mx.array([tokens]), None, drafter.target_layer_ids)
+    drafter.extend_context(features, cache, mx.array([tokens]))
+    mx.random.seed(1)
+    drawn = drafter.draw(mx.array([[5]]), 7, cache, DrawingSampler(temperature, top_k=2))
+    dense_features = features_of(dense_target, drafter, tokens)
+    path = dense.walk(dense_features, 5, drawn.tokens[0].tolist())
+    assert drawn.tokens[0].tolist() != dense.walk(dense_features, 5).tokens, "nothing was drawn"
+    assert_follows(drawn, path)
+    q = np.exp(np.array(drawn.log_q[0], np.float64))
+    np.testing.assert_allclose(q, softmax(np.stack(path.scores) / temperature), atol=2e-3)
+
+
+DECODING = [("as published", 7, 1), ("causal", 17, 7), ("as published", 40, 7), ("logit options", 5, 0)]
+
+
+@pytest.mark.parametrize(("variant", "prompt", "seed"), DECODING)
+def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, prompt, seed):
+    target, drafter, dense_target, dense = pair(seed, 4, **(VARIANTS[variant] | {"selector_top_k": 3}))
+    tokens, count = prompt_of(prompt, 4), 48
+    expected = reference.decode(dense_target, dense, tokens, count, drafter.block_size)
+    assert len(set(expected.accepted)) > 3, "always right or always wrong; the comparison means nothing"
+    assert expected.lead > 2e-4, "a near tie: float32 may fall on its other side"
+    steps: list[list[int]] = []
+    decoder = DFlashSpeculativeDecoder(target, drafter)
+    ids = decoder.spec_generate(mx.array([tokens]), count, stream_callback=steps.append)
+    assert ids[0, prompt:].tolist() == expected.tokens
+    assert [len(step) for step in steps[1:]] == expected.accepted
+
+
+@pytest.mark.parametrize("kind", ["llama", "sliding"])
+def test_the_text_is_that_of_plain_decoding_on_other_caches_too(kind):
+    target, prompt = small_target(kind, 2), [3, 1, 4, 1, 5]
+    drafter = random_dflash2(2, 32, **VARIANTS["as published"])
+    expected, _ = plain_greedy(target.model, prompt, 40)
+    for rule in ("first_mismatch", "speculative_sampling"):
+        ids = DFlashSpeculativeDecoder(target, drafter).spec_generate(prompt, 40, verify=rule)
+        assert ids.tolist() == [prompt + expected]
+
+
+def test_speculative_sampling_with_a_sparse_q_is_exact_over_joint_tokens():
+    """Chi-square over all pairs of next tokens; the drafter can never draw two of the five that the target may."""
+    vocab, draws, sampler = 5, 3000, DrawingSampler(1.4)
+    target, drafter, _, _ = pair(3, vocab, selector_top_k=3)
+    prompt, anchor, cache = prompt_of(6, vocab), 2, drafter.make_cache()
+    _, features = target.forward_with_hidden_states(mx.array([prompt]), None, drafter.target_layer_ids)
+    drafter.extend_context(features, cache, mx.array([prompt]))
+    after = {
+        drafts: target.forward_with_hidden_states(mx.array([[*prompt, anchor, *drafts]]), None, ())[0][0, -3:] / 4
+        for drafts in product(range(vocab), repeat=2)
+    }
+    first = softmax(np.array(after[0, 0][0], np.float64) / 1.4)
+    second = np.stack([softmax(np.array(after[t, 0][1], np.float64) / 1.4) for t in range(vocab)])
+    counts, accepted = np.zeros((vocab, vocab)), 0
+    mx.random.seed(7)
+    for _ in range(draws):
+        proposal = drafter.draw(mx.array([[anchor]]), 2, cache, sampler)
+        verified = speculative_sampling(proposal, after[tuple(proposal.tokens[0].tolist())], sampler)
+        tokens, accepted = verified.tokens, accepted + verified.accepted
+        if len(tokens) == 1:  # the next block begins: its first token is the target's too
+            tokens = [*tokens, int(sample_target(after[tokens[0], 0][1:2], sampler).item())]
+        counts[tokens[0], tokens[1]] += 1
+    expected = draws * first[:, None] * second
+    assert 0.2 * draws < accepted < 1.8 * draws, "always right or always wrong; the comparison means nothing"
+    assert expected.min() > 5
+    assert ((counts - expected) ** 2 / expected).sum() < 51.2  # 24 degrees of freedom, 0.1 %
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def published(**changes) -> tuple[dict, dict]:
+    drafter = random_dflash2(3, packagings.VOCAB, **(VARIANTS["as published"] | changes))
+    return json.loads(json.dumps(drafter.config.to_dict())), flat(drafter.parameters())
+
+
+def test_what_is_saved_is_the_published_packaging_and_loads_bit_equal(tmp_path):
+    drafter = random_dflash2(3, packagings.VOCAB, **VARIANTS["padded vocabulary"])
+    save_drafter(drafter, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    own = OWN | {"selector_top_k": 16, "selector_vocab_size": 19, "block_size": 8, "mask_token_id": 31}
+    assert own.items() <= config["dflash_config"].items()
+    assert not own.keys() & config.keys()
+    stored = mx.load(str(tmp_path / "model.safetensors"))
+    shapes = {name: w.shape for name, w in stored.items() if "conv" in name or "selector" in name}
+    convolution = {"base_kernel": (2, 2, HIDDEN), "kernel_projection.weight": (2 * 2 * HIDDEN // 8, HIDDEN)}
+    expected = {
+        f"layers.{i}.{part}_conv.{name}": shape
+        for i in (0, 1)
+        for part in ("attention", "mlp")
+        for name, shape in convolution.items()
+    }
+    tables = dict.fromkeys(("predecessor_codebook", "successor_codebook"), (packagings.VOCAB, 5))
+    selector = tables | {"hidden_projection.weight": (5, HIDDEN)}
+    assert shapes == expected | {f"candidate_selector.{name}": shape for name, shape in selector.items()}
+    loaded = load_drafter(tmp_path)
+    assert type(loaded) is DFlash2DraftModel
+    assert loaded.config == drafter.config
+    for name, weight in flat(loaded.parameters()).items():
+        assert mx.array_equal(weight, flat(drafter.parameters())[name].astype(mx.bfloat16)).item(), name
+
+
+def drafted(folder) -> list[np.ndarray]:
+    drafter = load_drafter(folder)
+    assert type(drafter) is DFlash2DraftModel
+    drafter.bind(packagings.target())
+    cache, features = drafter.make_cache(), mx.random.normal((1, 9, 3 * HIDDEN), key=mx.random.key(7))
+    drafter.extend_context(features, cache, mx.zeros((1, 9), mx.int32))
+    proposal = drafter.propose(mx.array([[5]]), 7, cache)
+    return [np.array(part) for part in (proposal.tokens, proposal.candidates, proposal.logits)]
+
+
+FORMS = {
+    "z-lab": lambda c, w: (c, w),
+    "by its other name": lambda c, w: (c | {"architectures": ["Qwen3DFlash2DraftModel"]}, w),
+    "by its keys, renamed by a server": lambda c, w: (c | {"architectures": ["DFlashDraftModel"]}, w),
+    "flat": lambda c, w: ({k: v for k, v in c.items() if k != "dflash_config"} | c["dflash_config"], w),
+    "tables with a suffix": lambda c, w: (c, {f"{k}.weight" if k.endswith("codebook") else k: v for k, v in w.items()}),
+    "kernels in float32": lambda c, w: (
+        c, {k: v if k.endswith("base_kernel") else v.astype(mx.bfloat16) for k, v in w.items()}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_packaging_drafts_the_same(tmp_path, form):
+    config, weights = published()
+    if form == "kernels in float32":
+        weights = {k: v.astype(mx.bfloat16).astype(mx.float32) for k, v in weights.items()}
+    expected = drafted(packagings.write(tmp_path / "plain", config, weights))
+    for mine, theirs in zip(
+        drafted(packagings.write(tmp_path / "form", *FORMS[form](config, weights))), expected, strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_blocks_are_causal_only_where_the_config_says_so(tmp_path):
+    """Its layers slide and are bidirectional: layer types alone would say causal."""
+    config, weights = published()
+    assert config["is_causal"] is False
+    scores = {
+        causal: drafted(packagings.write(tmp_path / str(causal), config | {"is_causal": causal}, weights))[2]
+        for causal in (False, True, None)
+    }
+    np.testing.assert_array_equal(scores[True], scores[None])
+    assert np.abs(scores[True] - scores[False]).max() > 0.1
+
+
+REFUSED = {
+    "a missing key": ({"conv_group_size": None}, ["conv_group_size missing"]),
+    "groups that do not divide": ({"conv_group_size": 5}, ["hidden_size 32", "conv_group_size 5"]),
+    "more candidates than tokens": ({"selector_top_k": 33}, ["selector_top_k 33", "32"]),
+    "no candidates": ({"selector_top_k": 0}, ["selector_top_k", "positive"]),
+    "a rank that does not fit": ({"selector_rank": 4}, ["codebook has shape (32, 5)", "(32, 4)"]),
+    "taps that do not fit": ({"conv_kernel_size": 3}, ["base_kernel has shape (2, 2, 32)"]),
+    "MLA": ({"attention_mode": "mla"}, ["attention_mode 'mla'"]),
+    "sinks": ({"attention_sink_bias": True}, ["attention_sink_bias", "sinks"]),
+    "norms": ({"fc_norm": True}, ["fc_norm", "auxiliary norms"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path, name):
+    changes, parts = REFUSED[name]
+    config, weights = published()
+    inner = {k: v for k, v in (config["dflash_config"] | changes).items() if v is not None}
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(packagings.write(tmp_path, config | {"dflash_config": inner}, weights))
+    assert "\n" not in str(error.value)
+    assert all(part in str(error.value) for part in parts), error.value

@@ -24,7 +24,6 @@ _RENAMED = (
     (re.compile(r"^encoder\.fc\."), "fc."),
     (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
     (re.compile(r"^(candidate_selector\.(predecessor|successor)_codebook)\.weight$"), r"\1"),
-    (re.compile(r"^(candidate_selector\.(predecessor|successor)_codebook)\.weight$"), r"\1"),
     (re.compile(r"^draft_id_to_target_id$"), "d2t"),
     (re.compile(r"^target_id_to_draft_id$"), "t2d"),
 )

@@ -108,6 +108,8 @@ class DFlashDraftModel(Trainable, nn.Module):
     """
 
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
+    own_tables: ClassVar[tuple[str, ...]] = ()
+    """Tables of tokens that files of this kind may hold beside their layers, and that are then read."""
 
     def __init__(self, config: DFlashConfig):
         super().__init__()

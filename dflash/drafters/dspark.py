@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..cpu_math import softmax
 from ..errors import CheckpointError
 from .config import DFlashConfig
 from .context import ContextCache
@@ -23,6 +24,7 @@ from .dflash import DFlashDraftModel
 from .kinds import register_drafter
 from .markov import ConfidenceHead, markov_head_class
 from .protocol import Proposal
+from .trainable import Predictions
 
 if TYPE_CHECKING:
     from ..sampling import DrawingSampler
@@ -80,17 +82,23 @@ class DSparkConfig(DFlashConfig):
 
 @register_drafter("dspark")
 class DSparkDraftModel(DFlashDraftModel):
-    """A DSpark drafter. Its files may hold an embedding and a head of their own, frozen copies of the target's."""
+    """A DSpark drafter. Its files may hold an embedding and a head of their own, frozen copies of the target's.
+
+    In training both heads are taught with the true token before each prediction. The confidence head learns, by
+    cross-entropy, how much of the target's distribution the drafter's covers: the chance that a draft drawn from it is
+    accepted.
+    """
 
     config_class: ClassVar[type[DFlashConfig]] = DSparkConfig
     own_tables: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head")
+    added_modules: ClassVar[tuple[str, ...]] = ("markov_head", "confidence_head")
+    head_modules: ClassVar[tuple[str, ...]] = ("markov_head", "confidence_head")
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
-        drafted = config.draft_vocab_size or config.vocab_size
         if config.markov_rank:
-            head = markov_head_class(config.markov_head_type)
+            head, drafted = markov_head_class(config.markov_head_type), config.draft_vocab_size or config.vocab_size
             self.markov_head = head(config.vocab_size, drafted, config.markov_rank, config.hidden_size)
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(config.hidden_size, config.confidence_rank)
@@ -141,12 +149,12 @@ class DSparkDraftModel(DFlashDraftModel):
         hidden_1NE = self.draft_hidden(anchor, length, cache)
         base_1NV = self.head(hidden_1NE)
         state = mx.zeros((1, self.config.markov_rank), hidden_1NE.dtype)
-        tokens, before, logits, log_q = [anchor.reshape(1).astype(mx.int32)], [], [], []
+        tokens, logits, log_q = [anchor.reshape(1).astype(mx.int32)], [], []
         for i in range(length):
             logits_1V = base_1NV[:, i]
             if "markov_head" in self:
-                before.append(self.markov_head.markov_w1(tokens[-1]))
-                latent, state = self.markov_head.step(before[-1], hidden_1NE[:, i], state)
+                before = self.markov_head.markov_w1(tokens[-1])
+                latent, state = self.markov_head.step(before, hidden_1NE[:, i], state)
                 logits_1V = logits_1V + self._bias(latent)
             token, of_token = choose(logits_1V)
             tokens.append(token.astype(mx.int32))
@@ -154,8 +162,7 @@ class DSparkDraftModel(DFlashDraftModel):
             log_q += [] if of_token is None else [of_token]
         confidence = None
         if "confidence_head" in self:
-            before_NR = mx.concatenate(before) if before else None
-            logit_N = self.confidence_logits(hidden_1NE[0], before_NR).astype(mx.float32)
+            logit_N = self._confidence_logits(hidden_1NE[0], mx.concatenate(tokens[:-1]))
             temperatures = self.config.confidence_temperatures
             confidence = mx.sigmoid(logit_N / mx.array(temperatures[:length]) if temperatures else logit_N)[None]
         return Proposal(
@@ -165,12 +172,37 @@ class DSparkDraftModel(DFlashDraftModel):
             confidence=confidence,
         )
 
-    def confidence_logits(self, hidden_TE: mx.array, before_TR: mx.array | None) -> mx.array:
-        """Logits ``[T]`` of the chances that drafts are accepted, from the embeddings of the tokens before them."""
+    @property
+    def needs_target_logits(self) -> bool:
+        """Whether there is a confidence head to teach."""
+        return "confidence_head" in self
+
+    def taught_logits(self, hidden_TE: mx.array, previous_T: mx.array, positions_T: mx.array) -> mx.array:
+        """Logits ``[T, V]`` with the bias of the true token before each prediction."""
+        logits_TV = self.head(hidden_TE)
+        if "markov_head" not in self:
+            return logits_TV
+        before_TR = self.markov_head.markov_w1(previous_T)
+        return logits_TV + self._bias(self.markov_head.walk(before_TR, hidden_TE, positions_T, self.block_size - 1))
+
+    def auxiliary_losses(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> mx.array | None:
+        """Cross-entropy ``[T]`` of the confidence with ``sum(min(p, q))``, the chance of acceptance; a constant to it.
+
+        ``p`` and ``q`` are the distributions of target and drafter.
+        """
+        if predictions.target_logits_TV is None or "confidence_head" not in self:
+            return None
+        p_TV, q_TV = softmax(predictions.target_logits_TV), softmax(mx.stop_gradient(predictions.logits_TV))
+        accepted_T = mx.minimum(p_TV, q_TV).sum(-1)  # 1 - sum(|p - q|) / 2, as published
+        logit_T = self._confidence_logits(hidden_TE, previous_T)
+        return mx.logaddexp(logit_T, mx.zeros_like(logit_T)) - accepted_T * logit_T
+
+    def _confidence_logits(self, hidden_TE: mx.array, previous_T: mx.array) -> mx.array:
+        """Logits ``[T]``, in float32, of the chances that the drafts after ``previous_T`` are accepted."""
         parts = [hidden_TE]
-        if self.config.confidence_rank and before_TR is not None:
-            parts.append(before_TR)
-        return self.confidence_head(parts)
+        if self.config.confidence_rank:
+            parts.append(self.markov_head.markov_w1(previous_T))
+        return self.confidence_head(parts).astype(mx.float32)
 
     def _bias(self, latent_TR: mx.array) -> mx.array:
         """The Markov head's bias ``[T, V]``, 0 for tokens that the drafter does not know."""
@@ -191,6 +223,4 @@ def _table_of(target: "LoadedTargetModel", name: str) -> Any:
 def _same_table(mine: nn.Module, theirs: nn.Module) -> bool:
     """Whether two tables hold the same numbers, as they are stored."""
     ours, other = (dict(tree_flatten(table.parameters())) for table in (mine, theirs))
-    return ours.keys() == other.keys() and all(
-        ours[name].dtype == other[name].dtype and mx.array_equal(ours[name], other[name]).item() for name in ours
-    )
+    return ours.keys() == other.keys() and all(mx.array_equal(ours[name], other[name]).item() for name in ours)

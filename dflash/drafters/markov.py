@@ -15,13 +15,17 @@ from ..errors import CheckpointError, did_you_mean
 
 
 class MarkovHead(nn.Module):
-    """``vanilla``: the bias of a token depends on the token before alone, by two tables of low rank."""
+    """``vanilla``: the bias of a token depends on the token before alone, by two tables of low rank.
+
+    A new head's bias is 0 for all, so that a DFlash drafter with one drafts as before.
+    """
 
     def __init__(self, vocab_size: int, drafted: int, rank: int, hidden_size: int):
         super().__init__()
         self.rank = rank
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, drafted, bias=False)
+        self.markov_w2.weight = mx.zeros((drafted, rank))
 
     def step(self, before_NR: mx.array, hidden_NE: mx.array, state_NR: mx.array) -> tuple[mx.array, mx.array]:
         """What :meth:`bias` reads, ``[N, R]``, and the next state, from the embedding of the token before."""

@@ -122,9 +122,12 @@ OptimizerSettings = AdamWSettings | MuonSettings
 """In a recipe, ``kind`` says which."""
 
 
+_TABLES = ("embed", "lm_head", "markov_w", "codebook", "confidence_head")
+
+
 def is_inner_matrix(name: str, value: mx.array) -> bool:
-    """Whether a parameter is a matrix inside the network (not an embedding, a head or a norm)."""
-    return value.ndim == 2 and not any(part in name for part in ("embed", "lm_head"))
+    """Whether a parameter is a matrix inside the network (not a table of tokens, a head or a norm)."""
+    return value.ndim == 2 and not any(part in name for part in _TABLES)
 
 
 class Optimizer:

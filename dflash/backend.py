@@ -128,13 +128,24 @@ def keep_freed_memory() -> bool:
 
 
 def set_blas_threads(count: int) -> bool:
-    """Threads of one matrix product, for MKL or OpenBLAS if either is loaded; returns whether it is."""
+    """Threads of one matrix product, for MKL or OpenBLAS if either is loaded; returns whether it is.
+
+    The setting is the process's own: MLX computes on a thread of its stream's, which follows it at the next product.
+    """
+    return _call_blas("MKL_Set_Num_Threads", "openblas_set_num_threads", count) is not None
+
+
+def blas_threads() -> int | None:
+    """The most threads of one matrix product; ``None`` where neither MKL nor OpenBLAS is loaded."""
+    return _call_blas("MKL_Get_Max_Threads", "openblas_get_num_threads")
+
+
+def _call_blas(in_mkl: str, in_openblas: str, *arguments: int) -> int | None:
     loaded = ctypes.CDLL(None)
-    for name in ("MKL_Set_Num_Threads", "openblas_set_num_threads"):
+    for name in (in_mkl, in_openblas):
         if hasattr(loaded, name):
-            getattr(loaded, name)(count)
-            return True
-    return False
+            return int(getattr(loaded, name)(*arguments))
+    return None
 
 
 blas = preload_blas()

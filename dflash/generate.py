@@ -26,6 +26,7 @@ from .policy import Policy
 from .request import DecodeOptions, Prompt, decode_options, prompt_tokens, require_count, token_row
 from .target import LoadedTargetModel, TargetCache, load_target
 from .text import TextStream
+from .threads import threads_for
 
 PAIR = Path(__file__).parent / "pair"
 """The bundled models: ``PAIR / "target"`` and ``PAIR / "drafter"``."""
@@ -83,6 +84,8 @@ class DFlashSpeculativeDecoder:
         adapter: The target's adapter; found by ``model_type`` when ``None``.
         options: Defaults for every request: fields of :class:`~dflash.request.DecodeOptions`.
 
+    :attr:`threads` (:class:`~dflash.threads.DecodeThreads`) says how many BLAS threads it chose on a CPU, and why.
+
     Raises :class:`~dflash.errors.IncompatibleModelsError` if drafter and target do not fit, or the
     target's caches cannot be rewound exactly, and :class:`~dflash.errors.GenerationError` for impossible sizes
     and options.
@@ -118,6 +121,7 @@ class DFlashSpeculativeDecoder:
         self.draft_model = draft_model
         self.tokenizer = loaded.tokenizer
         self.options = options
+        self.threads = threads_for(loaded, self.block_size)
         self._policies: dict[str, Policy] = {}
 
     @classmethod
@@ -287,9 +291,11 @@ class DFlashSpeculativeDecoder:
             self._policy(options),
         )
         stops = target.stop_token_ids() if options.stop_token_ids is None else frozenset(options.stop_token_ids)
-        with wired_limit(self.target_model):  # on Metal, keeps the weights resident; elsewhere nothing
+        # On Metal, keeps the weights resident; elsewhere nothing. On the CPU, the quickest number of BLAS threads.
+        with wired_limit(self.target_model), self.threads.in_use() as decides:
             state = prefill(run, prompt, options.prefill_step_size, cache)
-            for block in chain([_first_block(state)], decode(run, state, max_tokens, self.block_size)):
+            blocks = decode(run, state, max_tokens, self.block_size)
+            for block in chain([_first_block(state)], self.threads.watch(blocks) if decides else blocks):
                 tokens = _through_stop(block.tokens, stops)
                 generated += len(tokens)
                 finish = "stop" if tokens[-1] in stops else "length" if generated == max_tokens else None

@@ -48,13 +48,15 @@ def choose_request(sides: DemoSides, prompts: Sequence[BenchPrompt]) -> BenchPro
 
 def stream_once(sides: DemoSides, prompt: BenchPrompt, heading: Show, show: Show) -> None:
     """Answer plainly, then with DFlash, each piece of text shown as it comes. A warm-up comes first."""
-    for side in (sides.plain, sides.dflash):
-        time_side(side, prompt.tokens)
-    for name, side in ((PLAIN, sides.plain), (DFLASH, sides.dflash)):
-        heading(name)
-        time_side(side, prompt.tokens, show)
+    with sides.decoder.threads.in_use():  # the same number of threads for both
+        for side in (sides.plain, sides.dflash):
+            time_side(side, prompt.tokens)
+        for name, side in ((PLAIN, sides.plain), (DFLASH, sides.dflash)):
+            heading(name)
+            time_side(side, prompt.tokens, show)
 
 
 def measure(sides: DemoSides, prompt: BenchPrompt, runs: int = RUNS) -> PromptResult:
     """``runs`` answers of each side in turns."""
-    return next(compare(sides.decoder.loaded_target, sides.plain, {DFLASH: sides.dflash}, [prompt], runs))[DFLASH]
+    target, threads = sides.decoder.loaded_target, sides.decoder.threads
+    return next(compare(target, sides.plain, {DFLASH: sides.dflash}, [prompt], runs, threads=threads))[DFLASH]

@@ -15,10 +15,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import backend
 from ..target import LoadedTargetModel
 from ..target.rewind import describe
+from ..threads import left_alone, threads_for
 from .environment import PACKAGES, device_name, package_version
 
 _MATMUL_SIZE = 1024  # takes 0.3 s with the slowest BLAS seen (7 GFLOP/s), so five repeats stay bearable
 _REPEATS = 5
+_BLOCK_SIZE = 16  # tokens of a pass, as published drafters have them
 
 
 def machine_report() -> dict[str, str]:
@@ -28,6 +30,7 @@ def machine_report() -> dict[str, str]:
     report["platform"] = platform.platform()
     report["device"] = device_name()
     report["BLAS (CPU)"] = backend.blas
+    report["BLAS threads"] = left_alone() or f"up to {backend.blas_threads()}; each decoder measures how many are best"
     report["float32 product"] = f"{matmul_gflops():.0f} GFLOP/s at {_MATMUL_SIZE} x {_MATMUL_SIZE} on this device"
     return report
 
@@ -38,6 +41,8 @@ def target_report(target: LoadedTargetModel, name: str) -> dict[str, str]:
     A cache without an exact rewind is reported, not raised.
     """
     caches = make_prompt_cache(target.model)
+    threads = threads_for(target, min(_BLOCK_SIZE, target.max_length or _BLOCK_SIZE))
+    threads.measure()
     return {
         "target": name,
         "adapter": type(target.adapter).__name__,
@@ -47,6 +52,7 @@ def target_report(target: LoadedTargetModel, name: str) -> dict[str, str]:
         "longest sequence": str(target.max_length or "not given"),
         "caches and rewind": describe_caches(caches),
         "compute dtype": _weight_dtypes(target),
+        "BLAS threads": str(threads),
     }
 
 

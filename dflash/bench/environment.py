@@ -13,12 +13,16 @@ from typing import Any
 import mlx.core as mx
 
 from .. import backend
+from ..threads import DecodeThreads
 
 PACKAGES = ("dflash-research", "mlx", "mlx-lm", "transformers")
 
 
-def environment() -> dict[str, Any]:
-    """Plain data for JSON: what a reader needs to compare two results later."""
+def environment(threads: DecodeThreads | None = None) -> dict[str, Any]:
+    """Plain data for JSON: what a reader needs to compare two results later.
+
+    ``blas_threads`` is what ``threads`` chose for decoding, and why; without, the process's own number.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -26,6 +30,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "device": device_name(),
         "blas": backend.blas,
+        "blas_threads": str(threads or backend.blas_threads()),
     }
 
 

@@ -6,6 +6,7 @@ an answer is judged.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from ..errors import DFlashError, GenerationError, one_line
 from ..generate import DFlashSpeculativeDecoder
 from ..sampling import GREEDY, LogitsProcessor, Sampler
 from ..target import LoadedTargetModel
+from ..threads import DecodeThreads
 from .identity import Difference, find_difference
 
 PLAIN, DFLASH = "plain mlx_lm", "DFlash"
@@ -159,11 +161,13 @@ def compare(
     greedy: bool = True,
     seed: int = 0,
     on_failure: Callable[[DFlashError], object] | None = None,
+    threads: DecodeThreads | None = None,
 ) -> Iterator[dict[str, PromptResult]]:
     """Answer every prompt ``runs`` times by plain decoding and each drafter in turns, the first to go changing.
 
     One uncounted run of each side on the first prompt comes first. Yields the results of a prompt by the name of
-    the drafter. Unless ``greedy``, tokens come from random streams of their own and are not compared.
+    the drafter. Unless ``greedy``, tokens come from random streams of their own and are not compared. All sides answer
+    a prompt with the number of BLAS threads that ``threads`` chooses before it.
 
     Raises :class:`~dflash.errors.DFlashError`, naming side and prompt, if one side fails; with ``on_failure`` it
     goes there instead, and the next prompt follows.
@@ -174,11 +178,12 @@ def compare(
     warm = False
     for i, prompt in enumerate(prompts):
         try:
-            if not warm:
-                for name in sides:
-                    _run(sides, name, prompt.tokens, i + 1)
-            warm = True
-            done = _in_turns(sides, prompt, i, runs, seed)
+            with threads.in_use() if threads is not None else nullcontext():
+                if not warm:
+                    for name in sides:
+                        _run(sides, name, prompt.tokens, i + 1)
+                warm = True
+                done = _in_turns(sides, prompt, i, runs, seed)
         except DFlashError as error:
             if on_failure is None:
                 raise

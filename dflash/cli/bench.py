@@ -102,7 +102,8 @@ class _Comparison:
         if len(decoders) == 1:
             decoders = {b.DFLASH: next(iter(decoders.values()))}
         self.decoders, self.sampling, self.seed = decoders, sampling, seed
-        self.target = next(iter(decoders.values())).loaded_target
+        first = next(iter(decoders.values()))
+        self.target, self.threads = first.loaded_target, first.threads
         longest = min(decoder.max_seq_length for decoder in decoders.values())
         most = max_tokens if max_tokens is not None else options.MAX_TOKENS
         encoded = requests.encode(self.target, form)
@@ -133,6 +134,7 @@ class _Comparison:
             greedy=self.sampling.greedy,
             seed=self.seed,
             on_failure=failed,
+            threads=self.threads,
         )
         try:
             for result in progress(turns, "bench", len(self.prompts)):
@@ -175,7 +177,7 @@ class _Comparison:
         from ..bench.speedup import limit_of
 
         about = {
-            "environment": environment(),
+            "environment": environment(self.threads),
             "complete": not (self.interrupted or self.failures or self.left_out),
             "left_out": self.left_out,
             "failed": self.failures,
@@ -184,7 +186,8 @@ class _Comparison:
         reports = {}
         for name, decoder in self.decoders.items():
             results = [result[name] for result in self.results]
-            limit = None if self.interrupted else limit_of(decoder, results, sampler)
+            with self.threads.in_use():
+                limit = None if self.interrupted else limit_of(decoder, results, sampler)
             verdicts = judge(results, options.score_answers)
             reports[name] = Report(settings, results, self.sampling.greedy, limit, verdicts, about)
         return reports

@@ -1,0 +1,193 @@
+"""How many threads a matrix product gets while decoding on a CPU: chosen by the time of the target's own passes.
+
+Knows the BLAS's thread count and how long passes take. Must not know tokens, text or how a block is decoded.
+
+The threads of a product wait for each other at its end. Where another process keeps a core busy, one of them waits
+for its turn at every product, and a pass takes several times as long as on one thread; on a quiet machine one thread
+takes up to 1.5 times as long as two. So the count is measured, and measured again while decoding goes on. How long
+threads spin before they sleep (``KMP_BLOCKTIME``) is left alone: on two cores and models of 6 to 135 million
+weights, two threads that sleep at once lost to two that spin on the quiet machine, and to one thread on a busy one.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from . import backend
+
+if TYPE_CHECKING:
+    from .decode import Block
+    from .target import LoadedTargetModel
+
+VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""A user's own settings: where one of them is set, its count is kept."""
+
+_GAIN = 0.87  # of the present time: what is not clearly quicker is not worth a change, nor noise a flapping
+_PASSES, _BUDGET = 4, 0.05  # timed passes and seconds for each count, whichever is reached first
+_PERIOD = 40  # decode this many times as long as a measurement took before the next: 2.5 % of the time
+_PERIOD_IF_SLOW = 10  # the same where passes have become slow
+_SLOW, _SLOW_PASSES = 1.5, 4  # so many passes in a row, each so many times the usual time, are a change
+
+_in_use = threading.Lock()  # the count is the process's, so one use at a time decides it
+
+RunPass = Callable[[int], mx.array]
+"""Computes the logits of a pass of so many tokens."""
+
+
+class DecodeThreads:
+    """The thread count that one decoder's passes run fastest with.
+
+    A count whose logits differ in any bit from those of the process's own count is never chosen, so that the text
+    does not depend on how busy the machine was.
+
+    Args:
+        run_pass: A target pass of its argument's number of tokens, evaluated; returns the logits.
+        block_size: Tokens of the pass that is timed.
+        clock: Seconds.
+    """
+
+    def __init__(self, run_pass: RunPass, block_size: int, clock: Callable[[], float] = time.perf_counter):
+        self.seconds: dict[int, float] = {}
+        """Mean time of a pass of ``block_size`` tokens at each count, from the last measurement."""
+        self.count: int | None = None
+        """The chosen count; ``None`` before the first measurement and where the count is left alone."""
+        self._run_pass, self._block_size, self._clock = run_pass, block_size, clock
+        self._most: int | None = None
+        self._other_bits: list[int] = []
+        self._cost = self._spent = 0.0  # seconds of the last measurement, and of decoding since then
+        self._usual: dict[int, float] = {}  # seconds of a block by its drafts
+        self._slow = 0  # blocks in a row that took much longer
+
+    @contextmanager
+    def in_use(self) -> Iterator[bool]:
+        """Set the count inside, measured first where that is due; the process has its own again afterwards.
+
+        Yields whether this use decides the count: within another one, of whatever decoder, it does not.
+        """
+        if not _in_use.acquire(blocking=False):
+            yield False
+            return
+        most = backend.blas_threads() or 1
+        decides = left_alone() is None
+        try:
+            if decides:
+                self._decide(most)
+            yield decides
+        finally:
+            if decides:
+                backend.set_blas_threads(most)
+            _in_use.release()
+
+    def watch(self, blocks: "Iterator[Block]") -> "Iterator[Block]":
+        """The same blocks, each timed; between two of them the count may change. For a use that decides it."""
+        while True:
+            began = self._clock()
+            block = next(blocks, None)
+            if block is None:
+                return
+            self.observe(len(block.drafted), self._clock() - began)
+            yield block
+            if self._due() and self._most is not None:
+                self._decide(self._most)
+
+    def observe(self, drafted: int, seconds: float) -> None:
+        """Learn from a block of ``drafted`` tokens what decoding costs now."""
+        self._spent += seconds
+        usual = self._usual.setdefault(drafted, seconds)
+        if seconds > _SLOW * usual:
+            self._slow += 1
+        else:
+            self._slow = 0
+            self._usual[drafted] += 0.2 * (seconds - usual)
+
+    def measure(self) -> None:
+        """Measure now, whatever is due; nothing where the count is left alone."""
+        self._spent = float("inf")
+        with self.in_use():
+            pass
+
+    def __str__(self) -> str:
+        """The choice and its reason, in one phrase."""
+        if self.count is None:
+            return left_alone() or "chosen by the target's passes when a text begins"
+        times = ", ".join(f"{1000 * s:.3g} ms with {n}" for n, s in sorted(self.seconds.items()))
+        others = f"; logits differ with {', '.join(map(str, self._other_bits))}" if self._other_bits else ""
+        return f"{self.count} of {self._most}: a pass of {self._block_size} tokens takes {times}{others}"
+
+    def _due(self) -> bool:
+        period = _PERIOD_IF_SLOW if self._slow >= _SLOW_PASSES else _PERIOD
+        return self.count is None or self._spent >= period * self._cost
+
+    def _decide(self, most: int) -> None:
+        if self._due() or most != self._most:
+            began = self._clock()
+            self._measure(most)
+            self._cost, self._spent, self._slow, self._usual = self._clock() - began, 0.0, 0, {}
+        backend.set_blas_threads(self.count or most)
+
+    def _measure(self, most: int) -> None:
+        seconds, logits = {}, {}
+        for count in sorted(candidates(most)):  # fewest first: threads that are not needed any more spin for a while
+            backend.set_blas_threads(count)
+            seconds[count], logits[count] = self._time_pass()
+        self._other_bits = [n for n in sorted(logits) if not _same_bits(logits[n], logits[most])]
+        usable = {n: s for n, s in seconds.items() if n not in self._other_bits} or {most: seconds[most]}
+        now = self.count if self.count in usable else most
+        self.seconds, self.count, self._most = seconds, best_count(usable, now), most
+
+    def _time_pass(self) -> tuple[float, list[mx.array]]:
+        logits = [self._run_pass(1)]  # not timed, as threads start here
+        began = self._clock()
+        logits.append(self._run_pass(self._block_size))
+        first = self._clock() - began
+        if first >= _BUDGET:  # long enough to be a mean of its own
+            return first, logits
+        began, passes = self._clock(), 0
+        while passes < _PASSES and (passes == 0 or self._clock() - began < _BUDGET):
+            self._run_pass(self._block_size)
+            passes += 1
+        return (self._clock() - began) / passes, logits
+
+
+def left_alone() -> str | None:
+    """Why decoding does not choose the thread count here; ``None`` where it does."""
+    count = backend.blas_threads()
+    if not backend.on_cpu():
+        return "left alone: MLX does not compute on the CPU"
+    if count is None:
+        return "left alone: MLX's own BLAS has no such setting"
+    if variable := next((name for name in VARIABLES if os.environ.get(name)), None):
+        return f"{count}: {variable} is set"
+    return "1: this process has no more" if count == 1 else None
+
+
+def candidates(most: int) -> set[int]:
+    """Counts worth a measurement: all, one fewer (another process has a core), half, and one."""
+    return {most, max(1, most - 1), max(1, most // 2), 1}
+
+
+def best_count(seconds: Mapping[int, float], now: int) -> int:
+    """The count of the shortest time if that is clearly shorter than with the count ``now``, else ``now``."""
+    best = min(seconds, key=lambda count: seconds[count])
+    return best if seconds[best] < _GAIN * seconds[now] else now
+
+
+def threads_for(target: "LoadedTargetModel", block_size: int) -> DecodeThreads:
+    """The choice for decoding with ``target``; nothing is measured before it is used."""
+
+    def run_pass(tokens: int) -> mx.array:
+        ids = mx.arange(tokens)[None] % target.vocab_size
+        logits, features = target.forward_with_hidden_states(ids, target.make_cache(), [0])
+        mx.eval(logits, features)
+        return logits
+
+    return DecodeThreads(run_pass, block_size)
+
+
+def _same_bits(one: list[mx.array], other: list[mx.array]) -> bool:
+    return all(mx.array_equal(a, b).item() for a, b in zip(one, other, strict=True))

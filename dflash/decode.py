@@ -16,7 +16,16 @@ from .errors import GenerationError
 from .policy import BlockRecord, Drafts, Policy
 from .sampling import GREEDY, LogitsProcessor, Sampler, process_logits
 from .target import LoadedTargetModel, TargetCache
-from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, sample_target, token_ids
+from .verify import (
+    NO_TOKEN,
+    Verified,
+    VerifyRule,
+    first_mismatch,
+    random_states,
+    sample_target,
+    sample_with_states,
+    token_ids,
+)
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
 
@@ -71,6 +80,7 @@ class Block:
 
     ``drafted`` are the tokens that it verified of the ``proposed`` ones, ``tokens`` those that it committed: the
     first ``accepted`` drafts and one token of the target's own. ``source`` tells which of several drafters made them.
+    ``random_states``: MLX's random state after each of ``tokens``, if the target's sampler drew them in plain order.
     """
 
     drafted: list[int]
@@ -80,6 +90,7 @@ class Block:
     source: str = ""
     times: BlockTimes = BlockTimes()
     inspected: dict[str, mx.array] | None = None
+    random_states: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -175,7 +186,9 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     times = BlockTimes(drafted_at - began, verified_at - drafted_at, ended - verified_at)
     proposed = proposal.tokens.shape[1]
     run.policy.observe(BlockRecord(proposed, len(drafted), verified.accepted, confidence, times.total, proposal.source))
-    return Block(drafted, verified.tokens, verified.accepted, proposed, proposal.source, times, inspected)
+    return Block(
+        drafted, verified.tokens, verified.accepted, proposed, proposal.source, times, inspected, verified.random_states
+    )
 
 
 def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block]:
@@ -187,16 +200,16 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
     target, drafter = run.target, run.drafter
     begin, history, features = len(state.tokens) - 1, mx.array(state.tokens), []
 
-    def launch(inputs: mx.array) -> mx.array:
+    def launch(inputs: mx.array) -> tuple[mx.array, mx.array | None]:
         logits, step_features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
-        target_token = sample_target(process_logits(run.processors, history, logits[0]), run.sampler)
-        mx.async_eval(target_token, step_features)
+        chosen = sample_with_states(process_logits(run.processors, history, logits[0]), run.sampler)
+        mx.async_eval(chosen, step_features)
         features.append(step_features)
-        return target_token
+        return chosen
 
     coming, began = launch(state.anchor), time.perf_counter()
     for left in range(count - 1, -1, -1):
-        target_token = coming
+        target_token, state_after = coming
         if left > 0:
             history = mx.concatenate([history, target_token]) if run.processors else history
             coming = launch(target_token[None])
@@ -208,7 +221,7 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
             drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
         times = BlockTimes(verify=time.perf_counter() - began)
         run.policy.observe(BlockRecord(0, 0, 0, None, times.total, asleep=True))
-        yield Block([], tokens, 0, times=times)
+        yield Block([], tokens, 0, times=times, random_states=random_states(state_after))
         began = time.perf_counter()
 
 

@@ -24,6 +24,7 @@ from .drafters.protocol import Drafter
 from .errors import DFlashError, GenerationError, IncompatibleModelsError
 from .policy import Policy
 from .request import DecodeOptions, Prompt, decode_options, prompt_tokens, require_count, token_row
+from .sampling import set_random_state
 from .target import LoadedTargetModel, TargetCache, load_target
 from .text import TextStream
 from .threads import threads_for
@@ -299,6 +300,8 @@ class DFlashSpeculativeDecoder:
                 tokens = _through_stop(block.tokens, stops)
                 generated += len(tokens)
                 finish = "stop" if tokens[-1] in stops else "length" if generated == max_tokens else None
+                if finish is not None and block.random_states:  # what was drawn past the end was not
+                    set_random_state(block.random_states[len(tokens) - 1])
                 yield _Step(tokens, block, finish)
                 if finish is not None:
                     return

@@ -17,7 +17,7 @@ from . import speculative as _registers_its_rule  # noqa: F401
 from .errors import GenerationError, did_you_mean, one_line
 from .policy import POLICIES, Fixed, Policy
 from .registry import Registry
-from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler, by_position
+from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler
 from .target import LoadedTargetModel
 from .verify import VERIFY_RULES, VerifyRule
 
@@ -108,9 +108,9 @@ class DecodeOptions:
         )  # unknown names are refused here
 
     def build_sampler(self) -> Sampler:
-        """The sampler asked for; one that is not mlx-lm's own sees one position at a time."""
+        """The sampler asked for."""
         if self.sampler is not None:
-            return by_position(_found(SAMPLERS, self.sampler))
+            return _found(SAMPLERS, self.sampler)
         if self.temp < GREEDY_BELOW:
             return GREEDY
         return DrawingSampler(self.temp, self.top_p, self.min_p, self.top_k)

@@ -8,7 +8,7 @@ Shapes: L positions of a block, V vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, categorical_sampling, greedy_sampler
@@ -75,22 +75,28 @@ class DrawingSampler:
         return apply_top_k(logprobs_NV, self.top_k) if self.top_k > 0 else logprobs_NV
 
 
-def by_position(sampler: Sampler) -> Sampler:
-    """``sampler`` called on one position at a time, as plain decoding calls it.
+def sample_rows(sampler: Sampler, logprobs_LV: mx.array) -> tuple[mx.array, mx.array | None]:
+    """The token ``[L]`` of each row, and MLX's random state after each, ``[L, 2]``; ``None`` where nothing is drawn.
 
-    A sampler may do with its whole input what it should do with one row: draw one number, take one maximum.
+    One call a row, as plain decoding calls a sampler: each position is drawn with the random numbers that it would have
+    there, however many positions a pass has. And a sampler may do with its whole input what it should do with one row:
+    draw one number, take one maximum.
+
+    Raises :class:`~dflash.errors.GenerationError` for a sampler that returns anything but one token a row.
     """
     if sampler is GREEDY:
-        return sampler
-
-    def sample(logprobs_LV: mx.array) -> mx.array:
-        tokens = [sampler(logprobs_LV[i : i + 1]) for i in range(logprobs_LV.shape[0])]
-        wrong = next((t for t in tokens if not isinstance(t, mx.array) or t.size != 1), None)
-        if wrong is not None:
-            raise GenerationError(f"The sampler returned {_form(wrong)}; expected one token, an array of shape (1,).")
-        return mx.concatenate([token.reshape(1) for token in tokens])
-
-    return sample
+        return sampler(logprobs_LV), None
+    tokens, states, state = [], [], cast(Any, mx.random.state)
+    with restored_on_error():
+        for i in range(logprobs_LV.shape[0]):
+            token = sampler(logprobs_LV[i : i + 1])
+            if not isinstance(token, mx.array) or token.size != 1:
+                raise GenerationError(
+                    f"The sampler returned {_form(token)}; expected one token, an array of shape (1,)."
+                )
+            tokens.append(token.reshape(1))
+            states.append(state[0])
+    return mx.concatenate(tokens), mx.stack(states)
 
 
 def process_logits(processors: Sequence[LogitsProcessor], tokens: mx.array, logits_LV: mx.array) -> mx.array:
@@ -119,6 +125,12 @@ def _form(value: Any) -> str:
     return f"an array of shape {value.shape}" if isinstance(value, mx.array) else type(value).__name__
 
 
+def set_random_state(state: Sequence[int]) -> None:
+    """Let MLX's global random state be the two numbers ``state``, as :func:`sample_rows` gives them."""
+    high, low = state
+    mx.random.seed(high << 32 | low)
+
+
 @contextmanager
 def restored_on_error() -> Iterator[None]:
     """Put MLX's global random state back if the body fails.
@@ -131,6 +143,5 @@ def restored_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        high, low = key.tolist()
-        mx.random.seed(high << 32 | low)
+        set_random_state(key.tolist())
         raise

@@ -6,14 +6,14 @@ Shapes: L positions of a block, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import mlx.core as mx
 
 from .drafters.protocol import Proposal
 from .registry import Registry
-from .sampling import GREEDY, Sampler, restored_on_error
+from .sampling import GREEDY, Sampler, sample_rows, set_random_state
 
 NO_TOKEN = -1
 """Stands where a target's logits are not a number, so that no token can be chosen."""
@@ -23,11 +23,13 @@ NO_TOKEN = -1
 class Verified:
     """What a rule decided: the committed ``tokens``, of which the first ``accepted`` are drafts.
 
-    The last committed token is always the target's own, so ``len(tokens) == accepted + 1``.
+    The last committed token is always the target's own, so ``len(tokens) == accepted + 1``. A rule that draws as plain
+    decoding does says what MLX's random state was after each token, so that a text can end within a block.
     """
 
     tokens: list[int]
     accepted: int
+    random_states: list[list[int]] = field(default_factory=list)
 
 
 VerifyRule = Callable[[Proposal, mx.array, Sampler], Verified]
@@ -55,16 +57,24 @@ def sample_target(logits_LV: mx.array, sampler: Sampler) -> mx.array:
 
     ``NO_TOKEN`` where the logits are not a number (damaged weights, or an overflow).
     """
+    return sample_with_states(logits_LV, sampler)[0]
+
+
+def sample_with_states(logits_LV: mx.array, sampler: Sampler) -> tuple[mx.array, mx.array | None]:
+    """:func:`sample_target`, and MLX's random state after each position, ``[L, 2]``; ``None`` for the greedy sampler.
+
+    Plain decoding has the same states there. Whoever commits only some of the positions goes back to the last one's.
+    """
     # Normalising costs a pass over the vocabulary and moves no maximum, but in half precision it can round
     # two logits to a tie, which plain decoding breaks by index.
+    states_L2 = None
     if sampler is GREEDY and logits_LV.dtype == mx.float32:
         tokens_L = mx.argmax(logits_LV, axis=-1)
         decisive_L1 = mx.take_along_axis(logits_LV, tokens_L[:, None], axis=-1)
     else:
         decisive_L1 = mx.logsumexp(logits_LV, axis=-1, keepdims=True)
-        with restored_on_error():
-            tokens_L = sampler(logits_LV - decisive_L1)
-    return mx.where(mx.isnan(decisive_L1[:, 0]), NO_TOKEN, tokens_L.astype(mx.int32))
+        tokens_L, states_L2 = sample_rows(sampler, logits_LV - decisive_L1)
+    return mx.where(mx.isnan(decisive_L1[:, 0]), NO_TOKEN, tokens_L.astype(mx.int32)), states_L2
 
 
 def accepted_length(drafted: Sequence[int], target_tokens: Sequence[int]) -> int:
@@ -79,16 +89,24 @@ def accepted_length(drafted: Sequence[int], target_tokens: Sequence[int]) -> int
 def first_mismatch(proposal: Proposal, logits_LV: mx.array, sampler: Sampler) -> Verified:
     """Accept drafts up to the first that the target itself would not have chosen.
 
-    Every committed token is the target's choice, so the output is distributed exactly as the sampler's, for any
-    sampler at any temperature.
+    Every committed token is the target's choice, drawn with the random numbers that plain decoding would use for it:
+    the same seed gives the text of plain ``mlx_lm``, whatever is drafted and however many drafts a block verifies.
     """
-    target_tokens_L = sample_target(logits_LV, sampler)
-    mx.eval(proposal.tokens, target_tokens_L)
+    target_tokens_L, states_L2 = sample_with_states(logits_LV, sampler)
+    mx.eval(proposal.tokens, target_tokens_L, states_L2)
     drafted, target_tokens = token_ids(proposal.tokens[0]), token_ids(target_tokens_L)
     accepted = accepted_length(drafted, target_tokens)
-    return Verified(target_tokens[: accepted + 1], accepted)
+    states = random_states(states_L2)[: accepted + 1]
+    if states:
+        set_random_state(states[-1])
+    return Verified(target_tokens[: accepted + 1], accepted, states)
 
 
 def token_ids(tokens: mx.array) -> list[int]:
     """An array ``[N]`` of token ids as a list."""
     return cast(list[int], tokens.tolist())
+
+
+def random_states(states_L2: mx.array | None) -> list[list[int]]:
+    """What :func:`sample_with_states` says of MLX's random state, as numbers."""
+    return [] if states_L2 is None else cast(list[list[int]], states_L2.tolist())

@@ -9,7 +9,7 @@ from support.models import ScriptedDrafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, register_logits_processor, register_sampler
 from dflash.errors import GenerationError
-from dflash.sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, by_position, process_logits, restored_on_error
+from dflash.sampling import LOGITS_PROCESSORS, SAMPLERS, process_logits, restored_on_error
 
 PROMPT = [3, 1, 4]
 
@@ -80,7 +80,6 @@ def test_a_sampler_of_ones_own_sees_one_position_at_a_time():
     ids = decoder(expected).spec_generate(PROMPT, 40, sampler=most_probable_of_all)
     assert ids.tolist() == [PROMPT + expected]
     assert set(shapes) == {(1, 32)}
-    assert by_position(GREEDY) is GREEDY
 
 
 def test_process_logits_applies_every_processor_in_order_at_every_position():

@@ -194,15 +194,23 @@ class _Comparison:
 
 
 @app.command()
-def doctor(target: options.Target = None, trust_remote_code: options.TrustRemoteCode = False) -> None:
-    """Show versions, device and BLAS, and what a target would use.
+def doctor(
+    target: options.Target = None,
+    drafter: options.DrafterName = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Show versions, device and BLAS, what a target would use, and what a drafter is.
 
     Examples:
 
     dflash doctor
     dflash doctor --target Qwen/Qwen3-4B
+    dflash doctor --drafter bundled
     """
     from ..bench.doctor import machine_report, target_report
+    from ..bench.drafter_report import drafter_report
+    from ..drafters import load_drafter
+    from ..generate import PAIR
     from ..target import load_target
 
     options.print_pairs(machine_report())
@@ -210,6 +218,10 @@ def doctor(target: options.Target = None, trust_remote_code: options.TrustRemote
         loaded = load_target(target, trust_remote_code)
         print()
         options.print_pairs(target_report(loaded, target) | {"unused tokens": _unused(loaded)})
+    if drafter is not None:
+        found = load_drafter(PAIR / "drafter" if drafter == options.BUNDLED else drafter)
+        print()
+        options.print_pairs(drafter_report(found, drafter))
 
 
 def _unused(target: "LoadedTargetModel") -> str:

@@ -133,8 +133,13 @@ def visible_keys(config, layer: int, length: int, anchors: list[int]) -> np.ndar
     return visible
 
 
-def dense_logits(w, config, table, matrix, d: Document):
-    """Logits ``[A, B, V]`` of all blocks of one document."""
+def unmixed(p, part: str, side: int, u_LE, x_LE):
+    """What a DFlash layer does before (side 0) and after (1) its attention or MLP, which read ``u_LE``: nothing."""
+    return x_LE
+
+
+def dense_hidden(w, config, table, d: Document, mixed=unmixed):
+    """Final hidden states ``[A * B, E]`` of all blocks of one document."""
     size, heads, kv_heads = config.block_size, config.num_attention_heads, config.num_key_value_heads
     length, eps, theta = len(d.tokens), config.rms_norm_eps, config.rope_theta
     at = np.array([a + i for a in d.anchors for i in range(size)])
@@ -147,7 +152,8 @@ def dense_logits(w, config, table, matrix, d: Document):
     x = table[mx.array(inputs)] * config.input_embedding_scale
     for layer in range(config.num_hidden_layers):
         p = {k.removeprefix(f"layers.{layer}."): v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
-        y = norm(x, p["input_layernorm.weight"], eps)
+        u = norm(x, p["input_layernorm.weight"], eps)
+        y = mixed(p, "attention", 0, u, u)
         both, positions = mx.concatenate([context, y]), np.concatenate([np.arange(length), at])
         q = norm(split(y @ p["self_attn.q_proj.weight"].T, heads), p["self_attn.q_norm.weight"], eps)
         k = norm(split(both @ p["self_attn.k_proj.weight"].T, kv_heads), p["self_attn.k_norm.weight"], eps)
@@ -157,14 +163,24 @@ def dense_logits(w, config, table, matrix, d: Document):
         scores = q @ k.transpose(0, 2, 1) / math.sqrt(config.head_dim)
         scores = mx.where(mx.array(visible_keys(config, layer, length, d.anchors)), scores, -1e300)
         out = mx.softmax(scores, axis=-1) @ v
-        x = x + out.transpose(1, 0, 2).reshape(len(at), -1) @ p["self_attn.o_proj.weight"].T
-        y = norm(x, p["post_attention_layernorm.weight"], eps)
+        out = out.transpose(1, 0, 2).reshape(len(at), -1) @ p["self_attn.o_proj.weight"].T
+        x = x + mixed(p, "attention", 1, u, out)
+        u = norm(x, p["post_attention_layernorm.weight"], eps)
+        y = mixed(p, "mlp", 0, u, u)
         gate = y @ p["mlp.gate_proj.weight"].T
-        x = x + (gate / (1 + mx.exp(-gate)) * (y @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
-    logits = norm(x, w["norm.weight"], eps) @ matrix.T * config.output_multiplier
-    cap = config.final_logit_softcapping
-    logits = logits if cap is None else cap * mx.tanh(logits / cap)
-    return logits.reshape(len(d.anchors), size, -1)
+        out = (gate / (1 + mx.exp(-gate)) * (y @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+        x = x + mixed(p, "mlp", 1, u, out)
+    return norm(x, w["norm.weight"], eps)
+
+
+def dense_logits(w, config, table, matrix, d: Document):
+    """Logits ``[A, B, V]`` of all blocks of one document."""
+    return logits_of(dense_hidden(w, config, table, d), config, matrix).reshape(len(d.anchors), config.block_size, -1)
+
+
+def logits_of(hidden, config, matrix):
+    logits, cap = hidden @ matrix.T * config.output_multiplier, config.final_logit_softcapping
+    return logits if cap is None else cap * mx.tanh(logits / cap)
 
 
 def log_softmax(x):

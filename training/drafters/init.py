@@ -5,13 +5,14 @@ Knows a target's config and tokenizer, and drafter kinds. Must not know data, lo
 
 import dataclasses
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
 
 from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel, load_drafter
 from dflash.drafters.config import spread_layer_ids
-from dflash.drafters.kinds import drafter_class, kind_of
+from dflash.drafters.kinds import DEFAULT, drafter_class, kind_of
 from dflash.errors import TrainingError, did_you_mean
 from dflash.files import flat
 from dflash.target.identity import target_fingerprint
@@ -55,16 +56,22 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
         "max_position_embeddings": target.max_length or 40960,
         "target_fingerprint": target_fingerprint(target),
     }
-    config_class = _trainable_class(shape.kind).config_class
-    options = {field.name for field in dataclasses.fields(config_class)} - values.keys() - {"model_type"}
+    kind = _trainable_class(shape.kind)
     for name in shape.options:
         if name in values:
             raise TrainingError(f"drafter.options.{name} is not an option of the kind; set drafter.{name} instead.")
-        if name not in options:
+    return kind.config_class(**values, **_options(shape, kind, {*values, "model_type"}))
+
+
+def _options(shape: DrafterShape, kind: type[Any], given: Collection[str]) -> dict[str, Any]:
+    """The kind's own keys: those of the recipe, which may name any key but those ``given``, else the usual ones."""
+    known = {field.name for field in dataclasses.fields(kind.config_class)}.difference(given)
+    for name in shape.options:
+        if name not in known:
             raise TrainingError(
-                f"drafter.options: the kind {shape.kind!r} has no option {name!r}; {did_you_mean(name, options)}"
+                f"drafter.options: the kind {shape.kind!r} has no option {name!r}; {did_you_mean(name, known)}"
             )
-    return config_class(**values, **shape.options)
+    return kind.usual_options | shape.options
 
 
 def mask_token_id(mask_token: int | str | None, target: LoadedTargetModel) -> int:
@@ -86,7 +93,7 @@ def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMo
     """The drafter that ``shape`` describes, bound to ``target``, with float32 weights.
 
     They are those of the drafter ``shape.from_``, or drawn from ``shape.seed``, smaller where they feed the residual.
-    Raises as :func:`drafter_config` does.
+    What the kind adds to DFlash starts as its modules make it. Raises as :func:`drafter_config` does.
     """
     if shape.from_ is not None:
         return _existing(shape, target)
@@ -96,7 +103,7 @@ def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMo
     out_scale = (2 * config.num_hidden_layers) ** -0.5
 
     def draw(name: str, value: mx.array) -> mx.array:
-        if value.ndim < 2:
+        if value.ndim < 2 or _is_added(name, model):
             return value
         feeds_residual = "o_proj" in name or "down_proj" in name
         return mx.random.normal(value.shape, scale=value.shape[-1] ** -0.5 * (out_scale if feeds_residual else 1.0))
@@ -105,6 +112,10 @@ def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMo
     model.bind(target)
     mx.eval(model.parameters())
     return model
+
+
+def _is_added(name: str, model: DFlashDraftModel) -> bool:
+    return not set(name.split(".")).isdisjoint(model.added_modules)
 
 
 def _spread(shape: DrafterShape, target: LoadedTargetModel) -> tuple[int, ...]:
@@ -127,14 +138,19 @@ _SHAPE = ("num_hidden_layers", "block_size", "target_layer_ids", "intermediate_s
 
 
 def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftModel:
-    """The drafter ``shape.from_``, from now on this target's."""
+    """The drafter ``shape.from_``, from now on this target's, or one of another kind that begins with its weights."""
     model = load_drafter(shape.from_ or "")
-    kind, config = kind_of(model), model.config
+    kind = kind_of(model)
     _trainable_class(kind)
     if model.token_ids is not None:
         raise TrainingError(f"drafter.from {shape.from_} knows a part of the vocabulary only, which cannot be trained.")
     if any(name.endswith(".scales") for name in flat(model.parameters())):
         raise TrainingError(f"drafter.from {shape.from_} is quantised; start from its weights before quantisation.")
+    if kind == DEFAULT != shape.kind:
+        model, kind = _extended(shape, model), shape.kind
+    elif shape.options:
+        raise TrainingError(f"drafter.options are those of {shape.from_}; remove drafter.options, or drafter.from.")
+    config = model.config
     asked = {name: getattr(shape, name) for name in _SHAPE} | {"kind": shape.kind}
     there = {name: getattr(config, name) for name in _SHAPE} | {"kind": kind}
     if shape.mask_token is not None:
@@ -146,12 +162,32 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
                 f"drafter.{name} is {value!r}, but {shape.from_} has {there[name]!r}. A drafter keeps its shape: "
                 f"remove drafter.{name}, or drafter.from."
             )
-    if shape.options:
-        raise TrainingError(f"drafter.options are those of {shape.from_}; remove drafter.options, or drafter.from.")
     model.config = dataclasses.replace(
         config, num_target_layers=target.num_layers, target_fingerprint=target_fingerprint(target)
     )
     model.apply(lambda weight: weight.astype(mx.float32))
     model.bind(target)
+    if own := [name for name in model.own_tables if name in model]:
+        raise TrainingError(
+            f"drafter.from {shape.from_} has an {' and an '.join(own)} of its own that are not this target's; train it "
+            "for the target whose copies they are."
+        )
     mx.eval(model.parameters())
+    return model
+
+
+def _extended(shape: DrafterShape, start: DFlashDraftModel) -> DFlashDraftModel:
+    """A drafter of the kind ``shape.kind`` with the weights of the DFlash drafter ``start``; what it adds is new."""
+    kind = _trainable_class(shape.kind)
+    shared = {field.name: getattr(start.config, field.name) for field in dataclasses.fields(DFlashConfig)}
+    mx.random.seed(shape.seed)
+    model: DFlashDraftModel = kind(kind.config_class(**shared, **_options(shape, kind, shared)))
+    weights, wanted = flat(start.parameters()), flat(model.parameters())
+    different = {name for name in weights.keys() ^ wanted.keys() if not _is_added(name, model)}
+    if different:
+        raise TrainingError(
+            f"drafter.from {shape.from_} is of the kind {DEFAULT!r}, from which one of the kind {shape.kind!r} cannot "
+            f"start: {min(different)} is not in both."
+        )
+    model.load_weights(list(weights.items()), strict=False)
     return model

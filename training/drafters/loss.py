@@ -62,10 +62,12 @@ def drafter_loss(
     Raises ``ValueError`` for such an objective without what it needs.
     """
     blocks = _BlockPredictions.of(model, batch, objective, head, dtype, attention, grad_checkpoint)
-    head_weights = {name: model[name].trainable_parameters() for name in model.head_modules}
-    return mean_in_chunks(
+    head_weights = {name: model[name].trainable_parameters() for name in model.head_modules if name in model}
+    loss = mean_in_chunks(
         blocks.losses, head_weights, blocks.hidden_TE, blocks.others, blocks.weights_T, blocks.chunks()
     )
+    model.update(head_weights)  # in place of the last chunk's tracers
+    return loss
 
 
 @dataclass
@@ -181,7 +183,8 @@ class _BlockPredictions:
         if needs_target_logits and batch.target_hidden is not None:
             others.append(mx.stop_gradient(batch.target_hidden.flatten(0, 1)[before_T]))
         hidden_TE = hidden.reshape(-1, hidden.shape[-1])[counted]
-        return cls(model, objective, head, hidden_TE, rows(inside * position_weights(size, objective.gamma)), others)
+        weights = mx.ones(size - 1) if objective.weighs_positions else position_weights(size, objective.gamma)
+        return cls(model, objective, head, hidden_TE, rows(inside * weights), others)
 
     def predictions(
         self,
@@ -239,7 +242,7 @@ def mean_in_chunks(
     @mx.custom_function
     def total(hidden_TE: mx.array, *values: mx.array) -> tuple[mx.array, ...]:
         done: list[tuple[mx.array, mx.array]] = []
-        learned = [mx.zeros_like(value) for value in values]
+        learned = [mx.zeros(value.shape, mx.float32) for value in values]
         for rows in chunks:
             # All of it waits for all of the last chunk: what does not would be made, or kept, for every chunk.
             arrays = [array[rows] for array in (hidden_TE, normalised_T, *others)]
@@ -256,8 +259,9 @@ def mean_in_chunks(
 
     @total.vjp
     def scaled(_: object, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
-        gradients = [(output * cotangents[0]).astype(output.dtype) for output in outputs[1:]]
-        return tuple(gradients) if values else gradients[0]
+        gradients = zip((hidden_TE, *values), outputs[1:], strict=True)
+        scaled = tuple((gradient * cotangents[0]).astype(array.dtype) for array, gradient in gradients)
+        return scaled if values else scaled[0]
 
     return cast("tuple[mx.array, ...]", total(hidden_TE, *values))[0]
 

@@ -22,7 +22,7 @@ from dflash.registry import Registry
 
 from ..settings import Checked, SettingsError, setting
 
-CROSS_ENTROPY, KL, MIX = "cross_entropy", "kl", "mix"
+CROSS_ENTROPY, KL, MIX, D_PACE, L1 = "cross_entropy", "kl", "mix", "d-pace", "l1"
 
 
 Losses = Callable[..., mx.array]
@@ -31,24 +31,32 @@ Losses = Callable[..., mx.array]
 
 @dataclass(frozen=True)
 class Objective:
-    """A registered objective; ``needs_target_logits`` makes training keep the target's final hidden states."""
+    """A registered objective.
+
+    ``needs_target_logits`` makes training keep the target's final hidden states; one that ``weighs_positions`` does so
+    itself, and ``gamma`` is not applied.
+    """
 
     losses: Losses
     needs_target_logits: bool = False
+    weighs_positions: bool = False
 
 
 OBJECTIVES: Registry[Objective] = Registry("objective", "dflash.objectives")
 
 
-def register_objective(name: str, *, needs_target_logits: bool = False) -> Callable[[Losses], Losses]:
+def register_objective(
+    name: str, *, needs_target_logits: bool = False, weighs_positions: bool = False
+) -> Callable[[Losses], Losses]:
     """Decorator: recipes choose the decorated function as ``objective.kind: name``.
 
     The function takes :class:`Predictions` and, by keyword, what the recipe gives as ``objective.options``. It
-    returns the loss ``[T]`` of each prediction; their mean under the position weights is what training minimises.
+    returns the loss ``[T]`` of each prediction; their mean under the position weights is what training minimises. With
+    ``weighs_positions`` these weights are 1: the function weighs the positions of a block itself.
     """
 
     def register(losses: Losses) -> Losses:
-        OBJECTIVES.register(name)(Objective(losses, needs_target_logits))
+        OBJECTIVES.register(name)(Objective(losses, needs_target_logits, weighs_positions))
         return losses
 
     return register
@@ -76,22 +84,56 @@ def mix(predictions: Predictions, kl_weight: float) -> mx.array:
     return kl_weight * forward_kl(predictions) + (1 - kl_weight) * token_cross_entropy(predictions)
 
 
+@register_objective(D_PACE, weighs_positions=True)
+def d_pace(predictions: Predictions, alpha: float) -> mx.array:
+    """Cross-entropy, each position weighted by the accepted length that depends on it (D-PACE, arXiv:2605.18810).
+
+    With ``q`` the drafter's probability of the true token, softened to ``(1 - alpha) q + alpha``, a block's drafts are
+    accepted up to position ``m`` with the product ``P_m`` of the first ``m``. Position ``j`` weighs ``P_j + P_{j+1} +
+    ...``, the length that is lost if it alone is wrong. Weights are constants to the gradient, which with ``alpha`` 0
+    is that of the expected accepted length.
+    """
+    losses_T = token_cross_entropy(predictions)
+    log_q_T = mx.log((1 - alpha) * mx.exp(-mx.stop_gradient(losses_T)) + alpha)
+    # Predictions come as whole blocks, each in a row from position 1 on: a block is known by where it starts.
+    rows_T = mx.arange(losses_T.size)
+    starts_T = rows_T - predictions.positions_T
+    after_TT = (starts_T == starts_T[:, None]) & (rows_T >= rows_T[:, None])  # [j, m]: the same block, m not before j
+    prefix_T = mx.exp(mx.where(after_TT, log_q_T[:, None], 0).sum(0))
+    return mx.where(after_TT, prefix_T, 0).sum(1) * losses_T
+
+
+@register_objective(L1, needs_target_logits=True)
+def l1(predictions: Predictions, l1_weight: float) -> mx.array:
+    """``l1_weight`` of ``sum(|p - q|)`` and the rest cross-entropy, as published with 0.9 (DSpark, arXiv:2607.05147).
+
+    Drafts that are drawn from ``q`` are accepted with the chance ``1 - sum(|p - q|) / 2``.
+    """
+    assert predictions.target_logits_TV is not None
+    distance_T = mx.abs(softmax(predictions.target_logits_TV) - softmax(predictions.logits_TV)).sum(-1)
+    return l1_weight * distance_T + (1 - l1_weight) * token_cross_entropy(predictions)
+
+
 @dataclass(frozen=True)
 class ObjectiveSettings(Checked):
     """What each prediction is scored by, and how much it counts.
 
     ``kind`` is ``cross_entropy`` on the target's tokens (as published), ``kl`` (forward KL divergence from the
-    target's distribution to the drafter's), ``mix`` (``kl_weight`` of KL and the rest cross-entropy), or the name
-    of an objective that a plug-in registers; ``options`` are the plug-in's own. Position ``i`` of a block counts
-    ``exp(-(i - 1) / gamma)``. Losses that the drafter's kind adds (:class:`~dflash.drafters.trainable.Trainable`)
-    count ``auxiliary_weight``. The logits of ``chunk`` predictions exist at once, or those of one block.
+    target's distribution to the drafter's), ``mix`` (``kl_weight`` of KL and the rest cross-entropy), ``l1``
+    (``l1_weight`` of the distributions' L1 distance and the rest cross-entropy), ``d-pace`` (cross-entropy with weights
+    from the drafter's own probabilities, softened by ``alpha``), or the name of an objective that a plug-in registers;
+    ``options`` are the plug-in's own. Position ``i`` of a block counts ``exp(-(i - 1) / gamma)``, except with
+    ``d-pace``. Losses that the drafter's kind adds (:class:`~dflash.drafters.trainable.Trainable`) count
+    ``auxiliary_weight``. The logits of ``chunk`` predictions exist at once, or those of one block.
 
     Raises :class:`~dflash.training.settings.SettingsError` when a value is impossible.
     """
 
-    kind: str = setting(CROSS_ENTROPY, "cross_entropy, kl, mix, or what a plug-in registers")
+    kind: str = setting(CROSS_ENTROPY, "cross_entropy, kl, mix, d-pace, l1, or what a plug-in registers")
     kl_weight: float = setting(0.5, "of mix: the weight of KL; cross-entropy has the rest", at_least=0, at_most=1)
-    gamma: float = setting(7.0, "position i of a block counts exp(-(i - 1) / gamma)", above=0)
+    gamma: float = setting(7.0, "position i of a block counts exp(-(i - 1) / gamma); not with d-pace", above=0)
+    alpha: float = setting(0.5, "of d-pace: 0 takes probabilities as they are, 1 as certain", at_least=0, at_most=1)
+    l1_weight: float = setting(0.9, "of l1: the weight of L1; cross-entropy has the rest", at_least=0, at_most=1)
     auxiliary_weight: float = setting(1.0, "weight of the losses that the drafter's kind adds", at_least=0)
     chunk: int = setting(512, "predictions whose logits exist at once, in whole blocks", at_least=1)
     options: dict[str, Any] = setting(meaning="options of a plug-in's objective", factory=dict)
@@ -108,12 +150,18 @@ class ObjectiveSettings(Checked):
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"kl_weight": self.kl_weight} | self.options if self.kind == MIX else self.options
+        own = {MIX: {"kl_weight": self.kl_weight}, D_PACE: {"alpha": self.alpha}, L1: {"l1_weight": self.l1_weight}}
+        return own.get(self.kind, {}) | self.options
 
     @property
     def needs_target_logits(self) -> bool:
         """Whether the objective compares with the target's distribution, not only with its tokens."""
         return OBJECTIVES.get(self.kind).needs_target_logits
+
+    @property
+    def weighs_positions(self) -> bool:
+        """Whether the objective weighs the positions of a block itself."""
+        return OBJECTIVES.get(self.kind).weighs_positions
 
     @property
     def losses(self) -> Callable[[Predictions], mx.array]:

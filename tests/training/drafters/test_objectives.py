@@ -17,6 +17,7 @@ from dflash.training.drafters.objectives import (
     OBJECTIVES,
     ObjectiveSettings,
     Predictions,
+    d_pace,
     forward_kl,
     mix,
     register_objective,
@@ -42,6 +43,43 @@ def test_the_mix_is_between_its_parts():
     predictions = Predictions(logits, mx.arange(5), mx.ones(5), other)
     expected = 0.3 * forward_kl(predictions) + 0.7 * token_cross_entropy(predictions)
     assert mx.allclose(mix(predictions, 0.3), expected, rtol=1e-6)
+
+
+LENGTHS = [5, 1, 3, 5]  # of blocks; all but the longest end before their last position
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_d_pace_weighs_each_position_by_the_accepted_length_that_depends_on_it(alpha):
+    """Loss and gradient against the formula, one block and position at a time."""
+    count = sum(LENGTHS)
+    logits, tokens = mx.random.normal((count, VOCAB), key=mx.random.key(3)) * 3, mx.arange(count)
+    positions = mx.array([i for length in LENGTHS for i in range(1, length + 1)])
+    x = np.array(logits, np.float64)
+    q_TV = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    weights, start = np.zeros(count), 0
+    for length in LENGTHS:
+        q = [(1 - alpha) * q_TV[start + i, start + i] + alpha for i in range(length)]
+        prefixes = [np.prod(q[: m + 1]) for m in range(length)]
+        weights[start : start + length] = [sum(prefixes[j:]) for j in range(length)]
+        start += length
+
+    def total(logits):
+        return d_pace(Predictions(logits, tokens, positions), alpha).sum()
+
+    value, gradient = mx.value_and_grad(total)(logits)
+    assert value.item() == pytest.approx(-(weights * np.log(np.diag(q_TV[:, :count]))).sum(), rel=1e-5)
+    np.testing.assert_allclose(np.array(gradient), weights[:, None] * (q_TV - np.eye(count, VOCAB)), atol=2e-5)
+    if alpha == 1:
+        assert weights.tolist() == [5, 4, 3, 2, 1, 1, 3, 2, 1, 5, 4, 3, 2, 1]
+
+
+def test_d_pace_sees_whole_blocks_whatever_the_chunk_and_has_no_gamma():
+    model, batch = drafter(), pad_documents(pack_of_three())
+    plain = ObjectiveSettings("d-pace", alpha=0.3)
+    whole = drafter_loss(model, batch, plain).item()
+    for other in (replace(plain, chunk=1), replace(plain, chunk=17), replace(plain, gamma=1.0)):
+        assert drafter_loss(model, batch, other).item() == pytest.approx(whole, rel=1e-6)
+    assert drafter_loss(model, batch, replace(plain, alpha=0.9)).item() != pytest.approx(whole, rel=0.05)
 
 
 def test_logits_in_half_precision_are_scored_in_float32():
@@ -112,12 +150,14 @@ def forget_the_objectives_of_this_test():
 
 
 def test_impossible_objectives_are_refused_by_name():
-    with pytest.raises(SettingsError, match="kind is 'KL'; known are cross_entropy, kl, mix"):
+    with pytest.raises(SettingsError, match="kind is 'KL'; known are cross_entropy, d-pace, kl, l1, mix"):
         ObjectiveSettings("KL")
     with pytest.raises(SettingsError, match="kind is 'cross_entrpy'; did you mean 'cross_entropy'"):
         ObjectiveSettings("cross_entrpy")
     with pytest.raises(SettingsError, match=r"kl_weight must be .*1.*got 1\.5"):
         ObjectiveSettings("mix", kl_weight=1.5)
+    with pytest.raises(SettingsError, match=r"alpha must be .*1.*got 2"):
+        ObjectiveSettings("d-pace", alpha=2)
     with pytest.raises(SettingsError, match="gamma must be above 0, got 0"):
         ObjectiveSettings(gamma=0)
     with pytest.raises(SettingsError, match=r"chunk must be .* got 0"):

@@ -35,6 +35,7 @@ class DataSettings(Checked):
     cached_features: Path | None = setting(
         None, "read the target's features from this folder, made by dflash cache-features"
     )
+    sequences: int | None = setting(None, "train on the first so many sequences only", above=0)
     seed: int = setting(0, "seed of the order of sequences and of the anchors", at_least=0, below=2**63)
 
     def __post_init__(self) -> None:

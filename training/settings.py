@@ -133,20 +133,32 @@ def load_settings(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
 
     Raises :class:`SettingsError`, naming file and key.
     """
+    return from_yaml(cls, _read_text(path), str(path), overrides)
+
+
+def load_values(path: Path) -> Any:
+    """Plain values of a YAML file, unchecked. Raises :class:`SettingsError` if it cannot be read or parsed."""
+    return _parse(_read_text(path), str(path))
+
+
+def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingsError(f"Cannot read the recipe {path}: {reason}.") from error
-    return from_yaml(cls, text, str(path), overrides)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _UniqueKeys)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def from_yaml(cls: type[T], text: str, where: str, overrides: Sequence[str] = ()) -> T:
     """As :func:`load_settings`, from a text; ``where`` names it in error messages."""
-    try:
-        values = yaml.load(text, _UniqueKeys)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    values = _parse(text, where)
     for override in overrides:
         _override(values, override)
     return from_dict(cls, values, where)

@@ -131,7 +131,9 @@ def _own(folder: Path, key: str) -> Iterator[None]:
 def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
-    batches = Batches(sequences, recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe))
+    batches = Batches(
+        sequences.first(recipe.data.sequences), recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe)
+    )
     settings = fit_settings(recipe, batches, target)
     heldout = open_dataset(recipe.data.folder, "heldout", None)  # "train" was checked
     prompts = list(ranks.shard(_prompts(recipe, heldout, target)))

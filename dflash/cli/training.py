@@ -5,6 +5,7 @@ Knows options, files and what to print. Must not know how anything is computed. 
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,13 +111,8 @@ class _WithSettings(TyperCommand):
         """Write the command's help, then the settings."""
         super().format_help(ctx, formatter)
         from ..training.recipe import Recipe
-        from ..training.settings import settings_help
 
-        rows: list[tuple[str, ...]] = [
-            (line.key, line.default or "(to be given)", line.meaning) for line in settings_help(Recipe)
-        ]
-        print(" Settings of a recipe, their defaults and meanings:\n")
-        print_rich(_table(("setting", "default", "meaning"), rows))
+        print_settings("Settings of a recipe", Recipe)
 
 
 @app.command(cls=_WithSettings)
@@ -190,7 +186,17 @@ def export(
 # --- tables ---------------------------------------------------------------------------------------------
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Any:
+def print_settings(what: str, cls: type) -> None:
+    """The settings of a dataclass with their defaults and meanings, as the end of a command's help."""
+    from ..training.settings import settings_help
+
+    rows = [(line.key, line.default or "(to be given)", line.meaning) for line in settings_help(cls)]
+    print(f" {what}, their defaults and meanings:\n")
+    print_rich(table(("setting", "default", "meaning"), rows))
+
+
+def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Any:
+    """A plain table of texts."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -215,4 +221,4 @@ def _runs_table(runs: list["RunSummary"]) -> Any:
         time = "-" if run.seconds is None else duration(run.seconds)
         memory = "-" if run.peak_memory_gb is None else f"{run.peak_memory_gb:.1f}"
         rows.append((run.folder, *(str(run.settings[name]) for name in settings), steps, *shown, time, memory))
-    return _table(columns, rows)
+    return table(columns, rows)

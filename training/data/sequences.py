@@ -48,6 +48,10 @@ class Sequences:
         inside = np.repeat(kept, self.lengths)
         return Sequences(self.tokens[inside], self.loss_mask[inside], self.lengths[kept])
 
+    def first(self, count: int | None) -> "Sequences":
+        """The first ``count`` sequences, all without a count."""
+        return self if count is None or count >= len(self) else self.select(np.arange(len(self)) < count)
+
     @classmethod
     def from_arrays(cls, arrays: dict[str, Ints]) -> "Sequences":
         """The sequences of a file's arrays; older files call the mask ``response``."""

@@ -1,0 +1,145 @@
+"""``dflash ablate`` and ``compare``: one thing varied, many runs side by side.
+
+Knows options, files and what to print. Must not know how a cell is carried out. Mounted by ``cli``.
+"""
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from .options import print_rich
+from .training import print_settings, table
+
+if TYPE_CHECKING:
+    from ..study.plan import Plan
+    from ..study.results import Effect
+
+app = typer.Typer()
+
+
+class _WithSettings(TyperCommand):
+    """A command whose help lists every key of a study."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the command's help, then the keys."""
+        super().format_help(ctx, formatter)
+        from ..study.settings import PromptSet, Study
+
+        print_settings("Keys of a study", Study)
+        print_settings("Keys of a set of prompts", PromptSet)
+
+
+@app.command(cls=_WithSettings)
+def ablate(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What varies, and what all cells share.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the study; repeatable.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="CELL", help="This cell only, by the name in the table; repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and the expected time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Vary settings of decoding and training: train what needs it, decode the same prompts with each, compare.
+
+    A study is a grid: factors with their values, a cell for each combination.
+    Cells take turns on every prompt, so that a machine that slows down does so
+    for all alike. Stopped or killed, the same command continues; what is there
+    is never computed twice, and a changed setting is a new cell. Tables (CSV),
+    plots (SVG) and the command that makes each cell again are in the folder.
+
+    Examples:
+
+    dflash ablate configs/studies/decoding.yaml --dry-run
+    dflash ablate configs/studies/decoding.yaml
+    dflash ablate my.yaml --set seeds=[0,1,2] --set folder=runs/three-seeds
+    """
+    from ..study.ablation import ablate as run
+    from ..study.files import write_results
+    from ..study.results import collect, effects
+    from ..study.settings import load_study
+
+    checked = load_study(study, settings or ())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    if dry_run:
+        _print_expected(checked, only or [], as_json)
+        return
+    plan = run(checked, only or [])
+    files = write_results(plan, None if settings else study)
+    cells = collect(plan)
+    rows, found = [cell.row() for cell in cells], effects(plan, cells)
+    if as_json:
+        print(json.dumps({"cells": rows, "effects": [e.row() for e in found], "files": [str(f) for f in files]}))
+        return
+    print_rich(_cells_table(rows, list(checked.factors)))
+    if found:
+        print_rich(_effects_table(found))
+    print("\n".join(str(file) for file in files))
+
+
+def _print_expected(checked: Any, only: list[str], as_json: bool) -> None:
+    from ..study.ablation import open_plan
+    from ..study.expected import cell_states, expected_time
+    from ..training.loop.clock import duration
+
+    plan: Plan = open_plan(checked, only)
+    states, expected = cell_states(plan), expected_time(plan)
+    if as_json:
+        cells = [asdict(state) | {"levels": p.cell.levels, "seed": p.cell.seed}
+                 for state, p in zip(states, plan.cells, strict=True)]  # fmt: skip
+        print(json.dumps({"cells": cells, "expected": asdict(expected)}))
+        return
+    rows = []
+    for state, planned in zip(states, plan.cells, strict=True):
+        steps = f"{state.steps}/{state.of_steps}" if state.of_steps else "-"
+        levels = tuple(planned.cell.levels.values())
+        rows.append((state.name, *levels, str(planned.cell.seed), steps, f"{state.answers}/{state.of_answers}"))
+    print_rich(table(("cell", *_short(list(checked.factors)), "seed", "steps done", "answers done"), rows))
+    print(f"{len(states)} cells, {len(plan.trainings)} drafters to train, {len(plan.prompts)} prompts.")
+    print(f"training  about {duration(expected.training)}: {expected.training_from}")
+    print(f"decoding  about {duration(expected.decoding)}: {expected.decoding_from}")
+
+
+def _cells_table(rows: list[dict[str, Any]], factors: list[str]) -> Any:
+    lines = [
+        (
+            row["cell"],
+            *(row[factor] for factor in factors),
+            str(row["seed"]),
+            row["prompts"],
+            _with_limits(row, "acceptance_length"),
+            _with_limits(row, "tokens_per_s"),
+            _with_limits(row, "speedup"),
+            {True: "yes", False: "NO", None: "-"}[row.get("identical")],
+        )
+        for row in rows
+    ]
+    measured = ("acceptance length", "tokens/s", "over plain", "same text")
+    return table(("cell", *_short(factors), "seed", "prompts", *measured), lines)
+
+
+def _effects_table(found: list["Effect"]) -> Any:
+    lines = []
+    for effect in found:
+        row = effect.row()
+        change = (_short([effect.factor])[0], f"{effect.before} -> {effect.after}", effect.prompts, effect.metric)
+        lines.append((*change, _with_limits(row, "ratio"), f"{effect.agreeing}/{effect.pairs}", effect.verdict))
+    return table(("factor", "change", "prompts", "of", "ratio (95 %)", "pairs agree", "verdict"), lines)
+
+
+def _short(factors: list[str]) -> list[str]:
+    return [factor.removeprefix("decode.").removeprefix("train.") for factor in factors]
+
+
+def _with_limits(row: dict[str, Any], name: str) -> str:
+    value, low, high = (row.get(key) for key in (name, f"{name}_low", f"{name}_high"))
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if low is None else f"{value:.4g} ({low:.4g}-{high:.4g})"

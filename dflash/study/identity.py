@@ -1,0 +1,116 @@
+"""What makes one cell another: keys of what is trained and of what is decoded, by content.
+
+Knows settings, datasets and the files of models. Must not know how anything is carried out.
+
+Equal keys mean equal results: whatever may change a drafter or an answer is in its key, and nothing else (no folder,
+no name). The code is not, so what a plug-in's name stands for must not change between runs of one study.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..drafters.ngram import NAME as NGRAM
+from ..files import resolve_checkpoint
+from ..generate import PAIR
+from ..training.data.dataset import dataset_fingerprint, open_dataset, read_manifest
+from ..training.recipe import Recipe
+from ..training.settings import key_of, to_dict
+from .settings import BUNDLED, Cell
+
+VERSION = 1
+
+_NOT_OF_THE_WEIGHTS = {
+    "run": ("folder", "log_every", "checkpoint_every", "peer_timeout", "callbacks", "max_loss_spike"),
+    "data": ("folder", "cached_features"),
+}
+"""Settings of a recipe that do not change the drafter that comes of it."""
+
+
+def training_key(recipe: Recipe, target: str) -> str:
+    """Of the drafter that ``recipe`` trains for the target of fingerprint ``target``.
+
+    Raises :class:`~dflash.errors.DFlashError` for a dataset or drafter that cannot be read.
+    """
+    values = _given(recipe) | {"target": target}
+    for section, names in _NOT_OF_THE_WEIGHTS.items():
+        values[section] = {key: value for key, value in values[section].items() if key not in names}
+    if recipe.drafter.from_ is not None:
+        values["drafter"]["from"] = drafter_identity(recipe.drafter.from_)
+    return _digest({"version": VERSION, "recipe": values, "dataset": _dataset(recipe.data.folder)})
+
+
+def features_key(recipe: Recipe, with_logits: bool) -> str:
+    """Of the target's features that a recipe reads, with the states that its logits come from or without."""
+    shape, ids = recipe.drafter, list(recipe.drafter.target_layer_ids)
+    layers = [shape.kind, shape.options, ids or shape.num_hidden_layers, shape.from_]
+    target = read_manifest(recipe.data.folder)["target"]
+    return _digest([target, _dataset(recipe.data.folder), recipe.data.max_length, layers, with_logits])
+
+
+def _given(settings: Any) -> dict[str, Any]:
+    """Those settings that are not the defaults, so that a later version with more of them changes no key."""
+    given = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            given[key_of(field)] = _given(value)
+        elif field.name == "kind" or value != _default(field):
+            given[key_of(field)] = to_dict(value)
+    return given
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def decoding_key(cell: Cell, target: str, drafter: str) -> str:
+    """Of the answers of ``cell`` by the drafter of identity ``drafter``, whatever the prompts."""
+    who = {name: value for name, value in cell.drafter.items() if name != "drafter"}
+    return _digest({"version": VERSION, "target": target, "drafter": [drafter, who], "options": cell.options})
+
+
+def plain_options(cell: Cell) -> dict[str, Any]:
+    """Those of the cell's options that plain decoding has too."""
+    mine = ("max_tokens", "temp", "top_p", "min_p", "top_k", "seed", "sampler", "logits_processors", "logit_bias")
+    penalties = ("penalty", "context_size")
+    return {name: value for name, value in cell.options.items() if name in mine or name.endswith(penalties)}
+
+
+def plain_key(cell: Cell, target: str) -> str:
+    """Of the answers that plain mlx_lm gives with the cell's options of sampling."""
+    return _digest({"version": VERSION, "target": target, "drafter": "plain mlx_lm", "options": plain_options(cell)})
+
+
+def prompt_key(tokens: Sequence[int]) -> str:
+    """Of a prompt, by its token ids."""
+    return _digest(list(tokens))
+
+
+@lru_cache(maxsize=256)
+def drafter_identity(name: str) -> str:
+    """Of a drafter that exists: the name of one without files, else a hash of its config and weights."""
+    if name == NGRAM:
+        return NGRAM
+    folder = PAIR / "drafter" if name == BUNDLED else resolve_checkpoint(name)
+    total = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        total.update(path.name.encode())
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+@lru_cache(maxsize=256)
+def _dataset(folder: Path) -> dict[str, dict[str, int]]:
+    splits = ("train", "heldout")  # the heldout part chooses the best checkpoint
+    return {split: dataset_fingerprint(open_dataset(folder, split, None)) for split in splits}  # type: ignore[arg-type]
+
+
+def _digest(value: Mapping[str, Any] | Sequence[Any]) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,146 @@
+"""What a study consists of on this machine: its cells with their keys, its prompts, and what is there already.
+
+Knows settings, keys and where things lie. Must not know how a drafter is trained or a prompt is decoded.
+
+    features/KEY/       the target's features, where the study caches them
+    trained/KEY/        the run of dflash train that made a drafter, with ``finished.json`` once it is complete
+    answers/KEY.json    the answers of one way of decoding, or of plain mlx_lm
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, DFlashError, GenerationError, did_you_mean
+from ..files import read_json
+from ..prompts import read_conversations
+from ..request import prompt_tokens
+from ..target import LoadedTargetModel
+from ..target.identity import target_fingerprint
+from ..training.recipe import Recipe
+from .answers import Answers
+from .identity import decoding_key, drafter_identity, features_key, plain_key, plain_options, prompt_key, training_key
+from .settings import BUNDLED, HELDOUT, Cell, PromptSet, Study, label_of, make_cells
+
+FEATURES_FOLDER, TRAINED_FOLDER, FINISHED = "features", "trained", "finished.json"
+
+
+@dataclass(frozen=True)
+class StudyPrompt:
+    """A request of the prompts called ``set``, as token ids, and its key."""
+
+    set: str
+    tokens: list[int]
+    key: str
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell with the keys of its drafter's training (``None``: not trained), its answers and plain answers."""
+
+    cell: Cell
+    training: str | None
+    answers: str
+    plain: str
+
+    @property
+    def name(self) -> str:
+        """What tables and commands call it."""
+        return self.answers[:8]
+
+    def __str__(self) -> str:
+        levels = ", ".join(f"{factor.removeprefix('decode.').removeprefix('train.')} {label}" for factor, label in
+                           self.cell.levels.items())  # fmt: skip
+        return f"{self.name} ({levels}, seed {self.cell.seed})"
+
+
+class Plan:
+    """Every cell of ``study`` with its keys, all prompts, and what is done.
+
+    ``only`` are names of cells; the others are left out. Raises :class:`~dflash.errors.DFlashError` for prompts,
+    datasets or drafters that cannot be read, and an unknown cell.
+    """
+
+    def __init__(self, study: Study, target: LoadedTargetModel, only: Sequence[str] = ()):
+        self.study, self.target, self.folder = study, target, study.folder
+        self.prompts = [p for name, chosen in study.prompt_sets.items() for p in _encoded(name, chosen, target)]
+        fingerprint = target_fingerprint(target)
+        cells = [_planned(cell, fingerprint) for cell in make_cells(study)]
+        names = [cell.name for cell in cells]
+        for name in only:
+            if name not in names:
+                raise DFlashError(f"The study has no cell {name!r}; {did_you_mean(name, names)}")
+        self.cells = [cell for cell in cells if not only or cell.name in only]
+
+    @cached_property
+    def trainings(self) -> dict[str, Recipe]:
+        """The recipe of each drafter by its key; its run folder is its own."""
+        recipes = {
+            c.training: c.cell.recipe for c in self.cells if c.training is not None and c.cell.recipe is not None
+        }
+        with_logits = {_layers(r) for r in recipes.values() if r.objective.needs_target_logits}
+        for key, recipe in recipes.items():
+            run, data = dataclasses.replace(recipe.run, folder=self.run_folder(key)), recipe.data
+            if self.study.cache_features:
+                name = features_key(recipe, _layers(recipe) in with_logits)
+                data = dataclasses.replace(data, cached_features=self.folder / FEATURES_FOLDER / name)
+            recipes[key] = dataclasses.replace(recipe, run=run, data=data)
+        return recipes
+
+    @cached_property
+    def sides(self) -> dict[str, PlannedCell]:
+        """Each way of decoding once, by the key of its answers; plain ones by their cells' ``plain``."""
+        plain = {cell.plain: cell for cell in self.cells} if self.study.plain else {}
+        return plain | {cell.answers: cell for cell in self.cells}
+
+    def run_folder(self, training: str) -> Path:
+        """Where a drafter is trained."""
+        return self.folder / TRAINED_FOLDER / training
+
+    def finished(self, training: str) -> dict[str, Any] | None:
+        """What is known of a complete training: ``seconds``, ``steps``, ``parameters``; else ``None``."""
+        path = self.run_folder(training) / FINISHED
+        return read_json(path) if path.exists() else None
+
+    def answers(self, key: str) -> Answers:
+        """The answers of a side, as far as they are there."""
+        planned = self.sides[key]
+        plain = key == planned.plain
+        options = plain_options(planned.cell) if plain else planned.cell.options
+        drafter = {"drafter": "none"} if plain else planned.cell.drafter
+        return Answers(self.folder, key, {"drafter": drafter, "options": options})
+
+
+def _layers(recipe: Recipe) -> str:
+    """What the features of a recipe are read from."""
+    return features_key(recipe, False)
+
+
+def _planned(cell: Cell, target: str) -> PlannedCell:
+    training = None if cell.recipe is None else training_key(cell.recipe, target)
+    drafter = f"trained {training}" if training is not None else drafter_identity(cell.drafter["drafter"])
+    return PlannedCell(cell, training, decoding_key(cell, target, drafter), plain_key(cell, target))
+
+
+def _encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[StudyPrompt]:
+    """The prompts of a set. Raises :class:`~dflash.errors.DataError` where the target cannot take one."""
+    source = HELDOUT if chosen.file == BUNDLED else chosen.file
+    prompts = []
+    for conversation in read_conversations(source, template=chosen.template, limit=chosen.limit):
+        messages = list(conversation.unanswered().messages)
+        alone = len(messages) == 1 and messages[0]["role"] == "user"
+        try:
+            tokens = prompt_tokens(target, messages[0]["content"] if alone else messages, chat=chosen.chat)
+        except GenerationError as error:
+            raise DataError(f"{conversation.where}: {error}") from error
+        prompts.append(StudyPrompt(name, tokens, prompt_key(tokens)))
+    return prompts
+
+
+def settings_line(planned: PlannedCell) -> str:
+    """A cell's settings of decoding on one line."""
+    values = planned.cell.drafter | planned.cell.options
+    return ", ".join(f"{name} {label_of(value)}" for name, value in values.items())

@@ -1,0 +1,96 @@
+"""Plots of a study: a metric by the levels of each factor, a panel a factor.
+
+Knows matplotlib and rows of results. Must not know how they came about.
+
+Shown are the cells in which the factor alone differs: thin lines join cells alike in everything else, the thick mark
+is their mean with the 95 % interval over prompts.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from ..files import atomic_write, remove_unfinished
+from .bootstrap import Floats, bootstrap
+from .results import CellAnswers, matched
+
+COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#57534e")
+_METRICS = {
+    "acceptance": ("acceptance", "acceptance length (tokens per target pass)"),
+    "speed": ("speedup", "tokens/s over those of plain mlx_lm"),
+}
+
+
+def draw(folder: Path, factors: Sequence[str], cells: Sequence[CellAnswers]) -> list[Path]:
+    """Write ``acceptance.svg`` and, where plain decoding was timed too, ``speed.svg`` into ``folder``."""
+    complete = [cell for cell in cells if len(cell.answers) == cell.expected]
+    files = []
+    for name, (attribute, label) in _METRICS.items():
+        usable = [cell for cell in complete if cell.plain or attribute != "speedup"]
+        usable = [cell for cell in usable if np.isfinite(_values(cell, attribute)).all()]
+        shown = [factor for factor in factors if matched(usable, factor)]
+        if shown:
+            files.append(_save(folder / f"{name}.svg", _figure(shown, usable, attribute, label)))
+    return files
+
+
+def _figure(factors: Sequence[str], cells: Sequence[CellAnswers], attribute: str, label: str) -> Figure:
+    columns = min(3, len(factors))
+    rows = -(-len(factors) // columns)
+    figure = Figure(figsize=(3.1 * columns + 0.6, 2.7 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    sets = list(dict.fromkeys(cell.prompts for cell in cells))
+    for panel, factor in zip(panels, factors, strict=False):
+        for number, name in enumerate(sets):
+            mine = [cell for cell in cells if cell.prompts == name]
+            _panel(panel, factor, mine, attribute, COLOURS[number % len(COLOURS)], name)
+        panel.set_title(factor.removeprefix("decode.").removeprefix("train."), fontsize=9)
+        panel.tick_params(labelsize=8)
+        panel.grid(axis="y", alpha=0.25)
+    for panel in list(panels)[len(factors) :]:
+        panel.set_visible(False)
+    figure.supylabel(label, fontsize=9)
+    if len(sets) > 1:
+        figure.axes[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _panel(panel: Any, factor: str, cells: Sequence[CellAnswers], attribute: str, colour: str, name: str) -> None:
+    groups = matched(cells, factor)
+    labels = list(dict.fromkeys(cell.planned.cell.levels[factor] for group in groups for cell in group))
+    for group in groups:
+        points = sorted((labels.index(cell.planned.cell.levels[factor]), cell) for cell in group)
+        heights = [float(_values(cell, attribute)[0]) for _, cell in points]
+        panel.plot([x for x, _ in points], heights, color=colour, alpha=0.25, linewidth=0.8, marker=".", markersize=3)
+    for x, label in enumerate(labels):
+        mine = [cell for group in groups for cell in group if cell.planned.cell.levels[factor] == label]
+        mean = bootstrap(_mean(mine, attribute), len(mine[0].answers))
+        low, high = mean.low or mean.value, mean.high or mean.value
+        bars = [[max(0.0, mean.value - low)], [max(0.0, high - mean.value)]]
+        shown = name if x == 0 else None
+        panel.errorbar([x], [mean.value], bars, color=colour, marker="o", markersize=5, capsize=3, label=shown)
+    panel.set_xticks(range(len(labels)), labels, rotation=20 if max(map(len, labels), default=0) > 8 else 0)
+    panel.set_xlim(-0.5, len(labels) - 0.5)
+
+
+def _mean(cells: Sequence[CellAnswers], attribute: str) -> Any:
+    def statistic(weights_RP: Floats) -> Floats:
+        return np.asarray(np.mean([getattr(cell, attribute)(weights_RP) for cell in cells], axis=0))
+
+    return statistic
+
+
+def _values(cell: CellAnswers, attribute: str) -> Floats:
+    return np.asarray(getattr(cell, attribute)(np.ones((1, len(cell.answers)))))
+
+
+def _save(path: Path, figure: Figure) -> Path:
+    remove_unfinished(path)
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "dflash", "font.family": "sans-serif"}
+    with matplotlib.rc_context(settings):  # text stays text, and equal results give equal files
+        atomic_write(path, lambda file: figure.savefig(file, metadata={"Date": None}))
+    return path

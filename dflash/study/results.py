@@ -1,0 +1,221 @@
+"""What came of a study: a row for each cell and set of prompts, and what each factor did.
+
+Knows the answers that are there. Must not know how they were made, or how a table or plot is drawn.
+
+A factor's effect is taken between cells that are alike in everything else, seed and prompts too, as a ratio of
+acceptance lengths or speeds. Its interval covers other prompts (bootstrap) and, where there are several seeds, other
+seeds: the spread of all cells that differ in the seed alone.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .answers import Answer
+from .bootstrap import Floats, Interval, bootstrap, ratio_of_sums, t_quantile, widened
+from .plan import Plan, PlannedCell
+
+FEWEST_PROMPTS = 5
+"""With fewer the bootstrap is far too sure."""
+
+Statistic = Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True)
+class CellAnswers:
+    """A cell's answers to one set of prompts, and the plain ones to the same prompts where there are any."""
+
+    planned: PlannedCell
+    prompts: str
+    answers: list[Answer]
+    plain: list[Answer]
+    expected: int
+    training: dict[str, Any]
+
+    @cached_property
+    def acceptance(self) -> Statistic:
+        """Tokens committed per target pass."""
+        return ratio_of_sums([sum(a.committed) for a in self.answers], [len(a.committed) for a in self.answers])
+
+    @cached_property
+    def speed(self) -> Statistic:
+        """Tokens after the first per second since the first."""
+        return _speed(self.answers)
+
+    @cached_property
+    def speedup(self) -> Statistic:
+        """Speed over that of plain mlx_lm on the same prompts."""
+        plain = _speed(self.plain)
+        return lambda weights: self.speed(weights) / plain(weights)
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether all texts are those of plain decoding; ``None`` where they need not be."""
+        if not self.plain or not self.planned.cell.repeatable:
+            return None
+        return all(a.tokens == p.tokens for a, p in zip(self.answers, self.plain, strict=True))
+
+    def row(self) -> dict[str, Any]:
+        """Plain data for a table."""
+        count, cell = len(self.answers), self.planned.cell
+        passes = sum(len(a.committed) for a in self.answers)
+        row: dict[str, Any] = {"cell": self.planned.name, **cell.levels, "seed": cell.seed, "prompts": self.prompts}
+        row |= {
+            "answers": count,
+            "complete": count == self.expected,
+            "tokens": sum(len(a.tokens) for a in self.answers),
+        }
+        row |= _columns("acceptance_length", bootstrap(self.acceptance, count) if passes else None)
+        row["drafted_per_pass"] = _rounded(sum(sum(a.drafted) for a in self.answers) / passes) if passes else None
+        row |= _columns("tokens_per_s", bootstrap(self.speed, count))
+        if self.plain:
+            row |= _columns("speedup", bootstrap(self.speedup, count)) | {"identical": self.identical}
+        return row | {name: self.training[name] for name in ("parameters", "heldout_loss") if name in self.training}
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What going from one level of a factor to another does to a metric, as a ratio.
+
+    ``pairs`` cells were compared on ``answers`` prompts; in ``agreeing`` of them the change has the sign of the whole.
+    """
+
+    factor: str
+    before: str
+    after: str
+    prompts: str
+    metric: str
+    ratio: Interval
+    pairs: int
+    agreeing: int
+    answers: int
+
+    @property
+    def verdict(self) -> str:
+        """``higher``, ``lower``, or that the interval holds no change too; of few prompts nothing is said."""
+        low, high = self.ratio.low, self.ratio.high
+        if low is None or high is None or self.answers < FEWEST_PROMPTS:
+            return "too few prompts"
+        return "higher" if low > 1 else "lower" if high < 1 else "not told apart"
+
+    def row(self) -> dict[str, Any]:
+        """Plain data for a table."""
+        values = dataclasses.asdict(self) | {"verdict": self.verdict}
+        del values["ratio"]
+        return values | _columns("ratio", self.ratio)
+
+
+def collect(plan: Plan) -> list[CellAnswers]:
+    """The answers of each cell to each set of prompts, as far as they are there."""
+    found, kept = [], {key: plan.answers(key) for key in plan.sides}
+    for planned in plan.cells:
+        training = {} if planned.training is None else plan.finished(planned.training) or {}
+        for name in plan.study.prompt_sets:
+            wanted = [p.key for p in plan.prompts if p.set == name]
+            there = [key for key in wanted if key in kept[planned.answers]]
+            plain = kept.get(planned.plain)
+            there = there if plain is None else [key for key in there if key in plain]
+            if there:
+                own = [kept[planned.answers][key] for key in there]
+                reference = [] if plain is None else [plain[key] for key in there]
+                found.append(CellAnswers(planned, name, own, reference, len(wanted), training))
+    return found
+
+
+def sessions_of(cells: Sequence[CellAnswers]) -> set[str]:
+    """The processes that measured these answers."""
+    return {a.at for cell in cells for a in [*cell.answers, *cell.plain]}
+
+
+def effects(plan: Plan, cells: Sequence[CellAnswers]) -> list[Effect]:
+    """Of every factor each level against its first, for each set of prompts and metric; complete cells only."""
+    complete = [cell for cell in cells if len(cell.answers) == cell.expected]
+    metrics = {"acceptance_length": "acceptance", "tokens_per_s": "speed"}
+    found = []
+    for factor, levels in plan.study.factors.items():
+        first, *others = levels
+        for name in plan.study.prompt_sets:
+            mine = [cell for cell in complete if cell.prompts == name]
+            for label in others:
+                pairs = list(_pairs(mine, factor, first, label))
+                for metric, attribute in metrics.items():
+                    usable = [pair for pair in pairs if all(_defined(getattr(cell, attribute), cell) for cell in pair)]
+                    if usable:
+                        found.append(_effect((factor, first, label, name, metric), usable, attribute, mine))
+    return found
+
+
+def matched(cells: Sequence[CellAnswers], factor: str) -> list[list[CellAnswers]]:
+    """Groups of cells that differ in ``factor`` alone, two levels of it at least."""
+    groups: dict[Any, list[CellAnswers]] = {}
+    for cell in cells:
+        levels = cell.planned.cell.levels
+        same = tuple((name, label) for name, label in levels.items() if name != factor)
+        groups.setdefault((cell.prompts, cell.planned.cell.seed, same), []).append(cell)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _pairs(
+    cells: Sequence[CellAnswers], factor: str, before: str, after: str
+) -> Iterator[tuple[CellAnswers, CellAnswers]]:
+    for group in matched(cells, factor):
+        by_level = {cell.planned.cell.levels[factor]: cell for cell in group}
+        if before in by_level and after in by_level:
+            yield by_level[before], by_level[after]
+
+
+def _effect(
+    name: tuple[str, str, str, str, str],
+    pairs: Sequence[tuple[CellAnswers, CellAnswers]],
+    attribute: str,
+    cells: Sequence[CellAnswers],
+) -> Effect:
+    def change(weights_RP: Floats) -> Floats:
+        """Mean over the pairs of the logarithm of the ratio, ``[R]``."""
+        logs = [np.log(getattr(b, attribute)(weights_RP) / getattr(a, attribute)(weights_RP)) for a, b in pairs]
+        return np.asarray(np.mean(logs, axis=0))
+
+    count = len(pairs[0][0].answers)
+    interval = bootstrap(change, count)
+    spread, freedom = _between_seeds(cells, attribute)
+    if freedom:
+        interval = widened(interval, t_quantile(freedom) * spread * math.sqrt(2 / len(pairs)))
+    one = np.ones((1, count))
+    each = [float(np.log(getattr(b, attribute)(one) / getattr(a, attribute)(one))[0]) for a, b in pairs]
+    agreeing = sum(value * interval.value > 0 for value in each)
+    return Effect(*name, interval.mapped(math.exp), len(pairs), agreeing, count)
+
+
+def _between_seeds(cells: Sequence[CellAnswers], attribute: str) -> tuple[float, int]:
+    """Standard deviation of the metric's logarithm between cells that differ in the seed alone, and its freedom."""
+    groups: dict[Any, dict[str, float]] = {}
+    for cell in cells:
+        statistic = getattr(cell, attribute)
+        if _defined(statistic, cell):
+            value = float(np.log(statistic(np.ones((1, len(cell.answers)))))[0])
+            groups.setdefault(tuple(cell.planned.cell.levels.items()), {})[cell.planned.answers] = value
+    freedom = sum(len(values) - 1 for values in groups.values())
+    squares = sum(float(np.var(list(values.values())) * len(values)) for values in groups.values())
+    return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
+
+
+def _defined(statistic: Statistic, cell: CellAnswers) -> bool:
+    return bool(np.isfinite(statistic(np.ones((1, len(cell.answers)))))[0])
+
+
+def _speed(answers: Sequence[Answer]) -> Statistic:
+    return ratio_of_sums([a.timed_tokens for a in answers], [a.seconds for a in answers])
+
+
+def _columns(name: str, interval: Interval | None) -> dict[str, float | None]:
+    values = (None, None, None) if interval is None else (interval.value, interval.low, interval.high)
+    return dict(zip((name, f"{name}_low", f"{name}_high"), map(_rounded, values), strict=True))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")

@@ -1,0 +1,277 @@
+"""A study as its YAML says it: what all cells share, what varies, and the cells that come of it.
+
+Knows names of settings and which values go together. Must not know models, files of results or how a cell is
+carried out.
+
+A setting of decoding is named ``decode.KEY``, one of the recipe ``train.KEY`` with the dotted path that
+``dflash train --set`` takes. A factor is such a name with a list of values, or a name of one's own with labelled
+groups of settings that change together.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import DFlashError, did_you_mean
+from ..generate import PAIR
+from ..request import GREEDY_BELOW, DecodeOptions, decode_options
+from ..training.recipe import Recipe, bundled_recipes
+from ..training.settings import (
+    Checked,
+    SettingsError,
+    from_dict,
+    load_settings,
+    load_values,
+    require,
+    setting,
+    settings_help,
+)
+
+BUNDLED, TRAINED = "bundled", "trained"
+MAX_TOKENS = 256
+DRAFTER_SETTINGS = ("drafter", "block_size", "draft_bits", "draft_window")
+"""Settings of decoding that are no field of :class:`~dflash.DecodeOptions`: who drafts."""
+
+HELDOUT = PAIR / "heldout.jsonl"
+
+_DECODE, _TRAIN = "decode.", "train."
+
+
+@dataclass(frozen=True)
+class PromptSet(Checked):
+    """Requests that every cell answers; ``chat: false`` takes each text as it stands."""
+
+    file: str = setting(BUNDLED, "a JSONL file or a hub dataset; bundled: heldout requests of the bundled models")
+    limit: int | None = setting(None, "only the first so many", above=0)
+    template: str | None = setting(None, "makes the prompt from a line's keys: 'Question: {question}'")
+    chat: bool = setting(True, "put each through the target's chat template")
+
+
+@dataclass(frozen=True)
+class Study(Checked):
+    """A grid of cells over settings of decoding and of training, on the same prompts.
+
+    Raises :class:`~dflash.training.settings.SettingsError`, naming the key, for what cannot be.
+    """
+
+    folder: Path = setting(meaning="where the study leaves its files")
+    vary: dict[str, Any] = setting(meaning="factors: {decode.block_size: [4, 8]}, {train.objective.gamma: [3, 7]}")
+    target: str | None = setting(None, "folder or hub name; default: the recipe's, or the bundled one")
+    prompts: dict[str, Any] = setting(meaning="sets by name: {inside: {file: q.jsonl, limit: 20}}", factory=dict)
+    decode: dict[str, Any] = setting(meaning="settings of decoding that all cells share", factory=dict)
+    recipe: str | dict[str, Any] | None = setting(
+        None, "the recipe of the cells' drafters: a file, a bundled name, or its keys; default: nothing is trained"
+    )
+    cache_features: bool = setting(
+        False, "compute the target's features once for all cells that read the same layers, onto the disk"
+    )
+    train: dict[str, Any] = setting(meaning="settings in the recipe's place: {run.steps: 200}", factory=dict)
+    design: Literal["product", "one_at_a_time"] = setting(
+        "product", "all combinations, or each factor alone around the first value of all"
+    )
+    seeds: tuple[int, ...] = setting((0,), "each cell once with each: weights, data, and samples if any are drawn")
+    plain: bool = setting(True, "decode plainly with mlx_lm too, in the same turns, to compare speed and text")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.seeds), "seeds is empty; give at least one, such as [0].")
+        require(len(set(self.seeds)) == len(self.seeds), f"seeds must differ, got {list(self.seeds)}.")
+        require(self.recipe is not None or not self.train, "train changes a recipe, and there is none; give recipe.")
+        _ = self.prompt_sets, self.factors  # what is wrong with them shows now
+
+    @property
+    def prompt_sets(self) -> dict[str, PromptSet]:
+        """The sets of prompts by name; without any, the heldout requests of the bundled models."""
+        given = self.prompts or {BUNDLED: {}}
+        return {str(name): from_dict(PromptSet, values or {}, f"prompts: {name}") for name, values in given.items()}
+
+    @property
+    def factors(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Of each factor the settings of each level, by their labels."""
+        return {str(name): _levels(str(name), values) for name, values in self.vary.items()}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination: its level of each factor, its seed, and the settings that follow.
+
+    Args:
+        levels: The label of each factor's level.
+        seed: Of weights, data and samples.
+        drafter: Settings of :data:`DRAFTER_SETTINGS`, as far as they are given.
+        options: Options of decoding, checked.
+        recipe: Trains the drafter; its ``run.folder`` is that of the study. ``None``: the drafter is there.
+    """
+
+    levels: dict[str, str]
+    seed: int
+    drafter: dict[str, Any]
+    options: dict[str, Any]
+    recipe: Recipe | None = field(default=None, repr=False)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether its text must be that of plain decoding: greedy, or the same draws of a seed."""
+        if self.options.get("sampler") is not None or self.options.get("logits_processors") is not None:
+            return False
+        greedy = self.options.get("temp", 0.0) < GREEDY_BELOW
+        return greedy or self.options.get("verify", "first_mismatch") == "first_mismatch"
+
+
+def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
+    """Read a study; ``overrides`` are settings such as ``"folder=runs/again"``.
+
+    Raises :class:`~dflash.training.settings.SettingsError`, naming file and key.
+    """
+    study = load_settings(Study, Path(path), overrides)
+    try:
+        make_cells(study)
+    except DFlashError as error:
+        raise SettingsError(f"{path}: {error}") from error
+    return study
+
+
+def make_cells(study: Study) -> list[Cell]:
+    """The cells of a study, in the order of their combinations, seeds next to each other.
+
+    Raises :class:`~dflash.errors.DFlashError` for a setting that is unknown or cannot be.
+    """
+    base = _base_recipe(study)
+    return [_cell(study, base, levels, seed) for levels in combinations(study) for seed in study.seeds]
+
+
+def combinations(study: Study) -> list[dict[str, str]]:
+    """Labels by factor: all combinations, or the first levels and, factor by factor, each other level alone."""
+    labels = {name: list(levels) for name, levels in study.factors.items()}
+    if study.design == "product":
+        return [dict(zip(labels, chosen, strict=True)) for chosen in itertools.product(*labels.values())]
+    first = {name: known[0] for name, known in labels.items()}
+    return [first, *(first | {name: label} for name, known in labels.items() for label in known[1:])]
+
+
+def known_settings(study: Study) -> list[str]:
+    """What a factor may be called, for suggestions."""
+    decode = [*DRAFTER_SETTINGS, *(f.name for f in dataclasses.fields(DecodeOptions))]
+    train = [line.key for line in settings_help(Recipe)] if study.recipe is not None else []
+    return [*(_DECODE + name for name in decode), *(_TRAIN + name for name in dict.fromkeys(train))]
+
+
+# --- levels ---------------------------------------------------------------------------------------------------
+
+
+def _levels(factor: str, values: Any) -> dict[str, dict[str, Any]]:
+    where = f"vary: {factor}"
+    if isinstance(values, dict) and not factor.startswith((_DECODE, _TRAIN)):
+        levels = {str(label): group for label, group in values.items()}
+        for label, group in levels.items():
+            if not isinstance(group, dict) or not group:
+                raise SettingsError(f"{where}: {label} must hold settings such as decode.block_size, got {group!r}.")
+    elif isinstance(values, list):
+        levels = {label_of(value): {factor: value} for value in values}
+        require(len(levels) == len(values), f"{where} names a value twice: {values}.")
+    else:
+        raise SettingsError(f"{where} must be a list of values, got {values!r}.")
+    require(bool(levels), f"{where} has no values; give at least one.")
+    return levels
+
+
+def label_of(value: Any) -> str:
+    """How tables name a value: JSON without quotation marks round a text."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cell(study: Study, base: dict[str, Any] | None, levels: dict[str, str], seed: int) -> Cell:
+    settings: dict[str, Any] = {}
+    for factor, label in levels.items():
+        settings |= study.factors[factor][label]
+    for name in settings:
+        section, _, key = name.partition(".")
+        if not key or section not in ("decode", "train") or (section == "train" and base is None):
+            hint = did_you_mean(name, known_settings(study))
+            raise SettingsError(f"vary: unknown setting {name!r}; {hint}")
+    decode = study.decode | {k.removeprefix(_DECODE): v for k, v in settings.items() if k.startswith(_DECODE)}
+    train = {k.removeprefix(_TRAIN): v for k, v in settings.items() if k.startswith(_TRAIN)}
+    recipe = None if base is None else _recipe(study, base, train, seed)
+    return Cell(levels, seed, *_decoding(study, decode, seed), recipe)
+
+
+def _decoding(study: Study, decode: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Who drafts, and the options of decoding."""
+    known = [*DRAFTER_SETTINGS, *(f.name for f in dataclasses.fields(DecodeOptions))]
+    for name in decode:
+        if name not in known and name != "temperature":
+            raise SettingsError(f"decode: unknown key {name!r}; {did_you_mean(name, known)}")
+    drafter = {name: decode[name] for name in DRAFTER_SETTINGS if decode.get(name) is not None}
+    if study.recipe is not None and drafter.setdefault("drafter", TRAINED) != TRAINED:
+        raise SettingsError("decode.drafter and recipe both say who drafts; leave one of them out.")
+    drafter.setdefault("drafter", BUNDLED)
+    options = {name: value for name, value in decode.items() if name not in DRAFTER_SETTINGS and value is not None}
+    options = {"temp" if name == "temperature" else name: value for name, value in options.items()}
+    options = {"max_tokens": MAX_TOKENS} | options
+    checked = decode_options(options)
+    if checked.sampler is not None or checked.temp >= GREEDY_BELOW:
+        options = {"seed": seed} | options
+    return drafter, options
+
+
+# --- recipes --------------------------------------------------------------------------------------------------
+
+
+def _base_recipe(study: Study) -> dict[str, Any] | None:
+    """Plain values of the recipe that all cells share, with the target and the places that are the study's."""
+    if study.recipe is None:
+        return None
+    if isinstance(study.recipe, str):
+        path = Path(study.recipe)
+        values = load_values(path if path.exists() else bundled_recipes().get(study.recipe, path))
+    else:
+        values = json.loads(json.dumps(study.recipe))
+    for name, value in study.train.items():
+        _replace(values, name, value)
+    if study.target is not None or "target" not in values:
+        values["target"] = target_folder(study.target)
+    return values
+
+
+def _recipe(study: Study, base: dict[str, Any], train: Mapping[str, Any], seed: int) -> Recipe:
+    values = json.loads(json.dumps(base, default=str))
+    for name, value in {"drafter.seed": seed, "data.seed": seed, **train, "run.folder": str(study.folder)}.items():
+        _replace(values, name, value)
+    return from_dict(Recipe, values, "recipe")
+
+
+def _replace(values: Any, name: str, value: Any) -> None:
+    """Set the dotted key ``name`` in nested dicts, in place.
+
+    Of a section only the given keys change, unless they name another ``kind``, which has other settings.
+    """
+    *parents, last = name.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {}) if isinstance(values, dict) else values
+    if not isinstance(values, dict):
+        raise SettingsError(f"train: {'.'.join(parents)} holds no keys, so {name} cannot be set.")
+    there = values.get(last)
+    if (
+        isinstance(value, dict)
+        and isinstance(there, dict)
+        and value.get("kind", there.get("kind")) == there.get("kind")
+    ):
+        for key, inner in value.items():
+            _replace(there, key, inner)
+    else:
+        values[last] = value
+
+
+def target_folder(name: str | None) -> str:
+    """The target as the loader takes it."""
+    return str(PAIR / "target") if name in (None, BUNDLED) else str(name)
+
+
+def target_of(study: Study) -> str:
+    """The target of all cells: the study's, else the recipe's, else the bundled one."""
+    base = _base_recipe(study)
+    return target_folder(study.target) if base is None else str(base["target"])

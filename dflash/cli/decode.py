@@ -148,7 +148,8 @@ def demo(
     result = d.measure(sides, request)
     verdicts = b.judge([result], options.score_answers)[0]
     _print_demo(result, verdicts)
-    print(f"{'BLAS threads':<13} {decoder.threads}")
+    if decoder.threads.count is not None:
+        print(f"{'threads':<13} {decoder.threads}")
     if result.difference is not None or not all(verdicts or ()):
         raise typer.Exit(1)
 

@@ -1,5 +1,7 @@
 """Runs are fair and say who failed: order of turns, identity, sampling, room for the answer."""
 
+from contextlib import contextmanager
+
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
@@ -23,6 +25,21 @@ def test_sides_take_turns_and_the_warm_up_is_not_counted():
     assert calls == list("pd" + "pddppd" + "dppddp")
     assert [len(r.plain) for r in results] == [len(r.dflash) for r in results] == [3, 3]
     assert all(r.difference is None for r in results)
+
+
+def test_both_sides_of_a_prompt_answer_with_the_threads_that_were_chosen_before_it():
+    calls: list[str] = []
+
+    class Threads:
+        @contextmanager
+        def in_use(self):
+            calls.append("(")
+            yield True
+            calls.append(")")
+
+    sides = scripted_side("p", [5, 6], calls), scripted_side("d", [5, 6], calls)
+    compared(writer("x").loaded_target, *sides, runs=2, threads=Threads())
+    assert "".join(calls) == "(pd" + "pddp)" + "(dppd)"
 
 
 def test_several_drafters_take_turns_and_share_the_plain_runs():

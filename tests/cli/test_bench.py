@@ -13,7 +13,7 @@ from support.cli import assert_one_error, invoke
 from support.models import TEXT_VOCAB, random_drafter
 
 import dflash
-from dflash import backend, bench
+from dflash import backend, bench, threads
 from dflash.bench import doctor, speedup
 
 # --- bench --------------------------------------------------------------------------------------------
@@ -47,6 +47,7 @@ def test_bench_json_has_what_is_needed_to_compare_later(pair, prompts):
     assert environment["versions"]["mlx"] == version("mlx")
     assert {"dflash-research", "mlx-lm", "transformers", "python"} <= set(environment["versions"])
     assert environment["device"].startswith(("cpu", "gpu"))
+    assert environment["blas_threads"]
     assert datetime.fromisoformat(environment["date"]).tzinfo is not None
     assert environment["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", environment["commit"])
 
@@ -239,6 +240,18 @@ def test_doctor_shows_this_machine_and_a_target(pair):
     assert result.exit_code == 0, result.output
     for expected in ("dflash-research", "mlx-lm", "GFLOP/s", backend.blas, "QwenAdapter", "4 KVCache (trim)"):
         assert expected in result.stdout
+
+
+@pytest.mark.skipif(not backend.on_cpu() or not backend.blas_threads(), reason="no BLAS whose threads can be set")
+def test_doctor_shows_how_many_threads_decode_and_why(pair, monkeypatch):
+    for name in threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(backend, "blas_threads", lambda: 2)
+    lines = [x for x in invoke("doctor", *pair[:2]).stdout.splitlines() if x.startswith("BLAS threads")]
+    assert re.search(r"up to 2; each decoder measures", lines[0])
+    assert re.search(r"[12] of 2: a pass of 16 tokens takes .* ms with 1, .* ms with 2", lines[1])
+    monkeypatch.setenv("MKL_NUM_THREADS", "2")
+    assert invoke("doctor").stdout.count("2: MKL_NUM_THREADS is set") == 1
 
 
 def test_doctor_names_tokens_that_a_new_drafter_can_take_for_its_mask(pair):

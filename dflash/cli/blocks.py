@@ -1,0 +1,96 @@
+"""What ``dflash generate`` shows of its blocks: the text in colours as it comes, and where the time went.
+
+Knows records of a trace, rich and the terminal. Must not know how anything is decoded.
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import count
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..trace import Record, shown_pieces
+
+if TYPE_CHECKING:
+    from ..profile import Profile
+
+# Underlined, in italics and struck through, so that they differ without colours too.
+ACCEPTED, OWN, PLAIN, REJECTED = "black on green", "underline black on cyan", "italic", "strike red"
+LEGEND = ((" accepted draft ", ACCEPTED), (" target's own ", OWN), (" plain step ", PLAIN))
+
+
+class ColouredText:
+    """Prints each block's text as its record comes: accepted drafts, the target's own token, rejected drafts.
+
+    A terminal shows colours, unless ``NO_COLOR`` is set; a file or pipe gets the text alone.
+    """
+
+    def __init__(self, rejected: bool):
+        self._console = Console(highlight=False, markup=False, soft_wrap=True)
+        self._rejected = rejected
+        self._blocks: list[Record] = []
+        self._texts: dict[str, str] = {}
+        self._pieces = shown_pieces(self._arriving())
+
+    def __call__(self, record: Record) -> None:
+        """Print a block, or the legend before the first."""
+        if not self._console.is_terminal:
+            print(record.get("text", ""), end="", flush=True)
+            return
+        if record["record"] == "request":
+            legend = [*LEGEND, *([(" rejected drafts ", REJECTED)] if self._rejected else [])]
+            self._console.print(Text("  ").join(Text(name, style) for name, style in legend), "\n", sep="")
+            return
+        self._texts |= record["texts"]
+        self._blocks.append(record)
+        line = Text(tab_size=4)
+        for piece, number, token in next(self._pieces):
+            line.append(piece, style_of(self._blocks[number], token))
+        if self._rejected:
+            line.append(self._tail(record), REJECTED)
+        self._console.print(line, end="")
+        sys.stdout.flush()
+
+    def _arriving(self) -> Iterator[Record]:
+        for number in count():
+            yield self._blocks[number]
+
+    def _tail(self, block: Record) -> str:
+        """The drafts that were checked and rejected, on one line."""
+        rejected = block["drafts"][block["accepted"] : block["verified"]]
+        return "".join(self._texts[str(token)] for token in rejected).replace("\n", "⏎")
+
+
+def style_of(block: Record, token: int) -> str:
+    """The style of a block's ``token``: the prompt's own pass and the last of each block are the target's own."""
+    if block["asleep"]:
+        return PLAIN
+    return ACCEPTED if token < block["accepted"] else OWN
+
+
+def print_profile(profile: "Profile") -> None:
+    """To stderr: seconds by part, and the verify lengths with what came of them beside what the policy expected."""
+    total = sum(profile.seconds.values())
+    parts = Table("part", "seconds", "share", "a block", title="time")
+    for part, seconds in profile.seconds.items():
+        in_blocks = profile.blocks and part not in ("prefill", "plain")
+        each = f"{1000 * seconds / profile.blocks:.2f} ms" if in_blocks else ""
+        if seconds:
+            parts.add_row(part, f"{seconds:.3f}", f"{seconds / total:.1%}", each)
+    expected = sorted({name for use in profile.lengths.values() for name in use.why})
+    shown = [name.replace("_", " ") for name in expected]
+    lengths = Table("verified", "blocks", "accepted", "committed", "ms", *shown, title="drafts verified by a block")
+    for k, use in sorted(profile.lengths.items()):
+        means = use.means()
+        own = (f"{means['accepted']:.2f}", f"{means['committed']:.2f}", f"{1000 * means['seconds']:.2f}")
+        lengths.add_row(str(k), str(use.blocks), *own, *(f"{means[name]:.4g}" if name in means else "" for name in expected))
+    if profile.plain_steps:
+        ms = 1000 * profile.seconds["plain"] / profile.plain_steps
+        lengths.add_row("asleep", str(profile.plain_steps), "", "1", f"{ms:.2f}")
+    for table in (parts, lengths):
+        for column in table.columns[1:]:
+            column.justify = "right"
+        Console(stderr=True, highlight=False).print(table)

@@ -19,6 +19,7 @@ from .policy import POLICIES, Fixed, Policy
 from .registry import Registry
 from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler
 from .target import LoadedTargetModel
+from .values import check_logit_bias, check_stop_strings, check_stop_tokens, require_count, require_number, short
 from .verify import VERIFY_RULES, VerifyRule
 
 Message = Mapping[str, Any]
@@ -42,11 +43,18 @@ class DecodeOptions:
         top_p: Nucleus sampling, off at 0.
         min_p: Drop tokens whose probability is less than this fraction of the highest one, off at 0.
         top_k: Sample among the ``top_k`` most probable tokens, off at 0.
-        seed: Seeds MLX's global random state as decoding begins; ``None`` leaves it as it is.
+        seed: Seeds MLX's global random state as decoding begins; ``None`` leaves it as it is. The text is then that
+            of plain mlx-lm with this seed, under any policy (with the rule ``"first_mismatch"``).
         sampler: A sampler of one's own in place of the five above, or the name of a registered one.
         logits_processors: Applied to the target's logits in order: mlx-lm's, one's own, or registered names.
-        repetition_penalty: mlx-lm's penalty on tokens that occurred, applied before ``logits_processors``.
-        repetition_context_size: The penalty looks at this many last tokens.
+        logit_bias: What is added to the logits of some token ids; before the penalties, as in mlx-lm.
+        repetition_penalty: mlx-lm's penalty on tokens that occurred: a factor, off at 0. It comes, as the other two do,
+            before ``logits_processors``.
+        repetition_context_size: It looks at this many last tokens, prompt included.
+        presence_penalty: Taken from the logits of tokens that occurred, off at 0.
+        presence_context_size: It looks at this many last tokens.
+        frequency_penalty: Taken from the logits of tokens as often as they occurred, off at 0.
+        frequency_context_size: It looks at this many last tokens.
         verify: The verification rule, or the name of a registered one: ``"first_mismatch"`` or
             ``"speculative_sampling"``, both exact, or one's own.
         policy: How many drafts each block verifies: ``"full"`` (all), a number, ``"adaptive"`` (what commits most
@@ -70,8 +78,13 @@ class DecodeOptions:
     seed: int | None = None
     sampler: Sampler | str | None = None
     logits_processors: Sequence[LogitsProcessor | str] = ()
+    logit_bias: Mapping[int, float] | None = None
     repetition_penalty: float | None = None
     repetition_context_size: int = 20
+    presence_penalty: float | None = None
+    presence_context_size: int = 20
+    frequency_penalty: float | None = None
+    frequency_context_size: int = 20
     verify: VerifyRule | str = "first_mismatch"
     policy: Policy | str | int = "full"
     stop_strings: Sequence[str] | None = None
@@ -84,18 +97,19 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             require_count("max_tokens", self.max_tokens, 0)
-        _require_number("temperature", self.temp, 0.0)
-        _require_number("top_p", self.top_p, 0.0, 1.0)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
+        require_number("temperature", self.temp, 0.0)
+        require_number("top_p", self.top_p, 0.0, 1.0)
+        require_number("min_p", self.min_p, 0.0, 1.0)
         require_count("top_k", self.top_k, 0)
         if self.seed is not None:
             require_count("seed", self.seed, 0, 2**64 - 1)
-        if self.repetition_penalty is not None:
-            _require_number("repetition_penalty", self.repetition_penalty, 0.0)
-        require_count("repetition_context_size", self.repetition_context_size, 1)
+        for name, least in (("repetition", 0.0), ("presence", -math.inf), ("frequency", -math.inf)):
+            require_number(f"{name}_penalty", getattr(self, f"{name}_penalty") or 0.0, least)
+            require_count(f"{name}_context_size", getattr(self, f"{name}_context_size"), 1)
+        check_logit_bias(self.logit_bias)
         require_count("prefill_step_size", self.prefill_step_size, 1)
-        _check_stop_strings(self.stop_strings)
-        _check_stop_tokens(self.stop_token_ids)
+        check_stop_strings(self.stop_strings)
+        check_stop_tokens(self.stop_token_ids)
         if self.sampler is not None and (self.temp or self.top_p or self.min_p or self.top_k):
             raise GenerationError("Give either a sampler, or temperature, top_p, min_p and top_k, not both.")
         if isinstance(self.logits_processors, str) or callable(self.logits_processors):
@@ -117,8 +131,15 @@ class DecodeOptions:
 
     def build_processors(self) -> list[LogitsProcessor]:
         """The logits processors asked for, in order."""
-        penalty = self.repetition_penalty or None
-        known = make_logits_processors(repetition_penalty=penalty, repetition_context_size=self.repetition_context_size)
+        known = make_logits_processors(
+            None if self.logit_bias is None else dict(self.logit_bias),
+            self.repetition_penalty,
+            self.repetition_context_size,
+            self.presence_penalty,
+            self.presence_context_size,
+            self.frequency_penalty,
+            self.frequency_context_size,
+        )
         return [*known, *(_found(LOGITS_PROCESSORS, processor) for processor in self.logits_processors)]
 
     def verify_rule(self) -> VerifyRule:
@@ -146,6 +167,9 @@ class DecodeOptions:
             raise GenerationError(
                 f"top_k must be less than the target's vocabulary of {vocab_size} tokens, got {self.top_k}; 0 is off."
             )
+        unknown = next((token for token in self.logit_bias or () if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise GenerationError(f"logit_bias names token {unknown}; this target's ids are 0 to {vocab_size - 1}.")
 
     def token_limit(self, prompt_length: int, max_length: int) -> int:
         """Most tokens to generate after ``prompt_length`` tokens of ``max_length``.
@@ -238,7 +262,7 @@ def token_row(tokens: Sequence[int] | mx.array) -> list[int]:
     try:
         array = mx.array(tokens)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise GenerationError(f"{expected}, got {type(tokens).__name__}: {_short(tokens)}.") from error
+        raise GenerationError(f"{expected}, got {type(tokens).__name__}: {short(tokens)}.") from error
     if array.ndim == 2 and array.shape[0] != 1:
         raise GenerationError(f"Batch size {array.shape[0]} is not supported; decode one sequence at a time.")
     if array.ndim not in (1, 2) or (array.size and not mx.issubdtype(array.dtype, mx.integer)):
@@ -260,7 +284,7 @@ def _checked_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
         for number, message in enumerate(prompt, 1):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or len(message) < 2:
                 raise GenerationError(
-                    f"Message {number} of the prompt must have a 'role' and a 'content', got {_short(message)}."
+                    f"Message {number} of the prompt must have a 'role' and a 'content', got {short(message)}."
                 )
         messages = [dict(message) for message in prompt]
         if messages[-1]["role"] in ("assistant", "system", "developer"):
@@ -269,7 +293,7 @@ def _checked_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
             )
     if system is not None:
         if not isinstance(system, str):
-            raise GenerationError(f"system must be a text, got {_short(system)}.")
+            raise GenerationError(f"system must be a text, got {short(system)}.")
         if messages[0]["role"] == "system":
             raise GenerationError("The messages begin with a system prompt already; give it once.")
         messages.insert(0, {"role": "system", "content": system})
@@ -291,7 +315,7 @@ def _check_text(what: str, text: Any) -> None:
 
 def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     if config is not None and not isinstance(config, Mapping):
-        raise GenerationError(f"chat_template_config must be a dict of switches, got {_short(config)}.")
+        raise GenerationError(f"chat_template_config must be a dict of switches, got {short(config)}.")
     return dict(config or {})
 
 
@@ -306,49 +330,10 @@ def _quiet_about_length() -> Iterator[None]:
         logger.disabled = disabled
 
 
-# --- values -----------------------------------------------------------------------------------------------
-
-
-def require_count(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise :class:`~dflash.errors.GenerationError` unless ``value`` is a whole number from ``least`` to ``most``."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):
-        scope = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise GenerationError(f"{name} must be a whole number {scope}, got {value!r}.")
-
-
-def _require_number(name: str, value: Any, least: float, most: float = math.inf) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= value <= most or math.isinf(value):  # NaN fails too
-        scope = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-        raise GenerationError(f"{name} must be a finite number {scope}, got {value!r}.")
-
-
-def _check_stop_strings(stop_strings: Any) -> None:
-    if isinstance(stop_strings, str):
-        raise GenerationError(f"stop_strings must be a list of strings; did you mean [{stop_strings!r}]?")
-    if any(not isinstance(s, str) or not s for s in stop_strings or ()):
-        raise GenerationError("A stop string must be a non-empty text.")
-
-
-def _check_stop_tokens(tokens: Any) -> None:
-    try:
-        whole = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens or ())
-    except TypeError:
-        whole = False
-    if not whole:
-        raise GenerationError(f"stop_token_ids must be a list of token ids, got {_short(tokens)}.")
-
-
 def _found(registry: Registry[T], wanted: T | str) -> T:
     """What is registered under a name; anything that can be called stands for itself."""
     if isinstance(wanted, str):
         return registry.get(wanted)
     if not callable(wanted):
-        raise GenerationError(f"A {registry.what} must be a function or a registered name, got {_short(wanted)}.")
+        raise GenerationError(f"A {registry.what} must be a function or a registered name, got {short(wanted)}.")
     return wanted
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

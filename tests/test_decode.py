@@ -23,6 +23,7 @@ from support.models import (
     random_drafter,
     target,
 )
+from support.statistics import chi_square, chi_square_limit
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Proposal
 from dflash.decode import DecodeState, Decoding, decode, decode_block, prefill
@@ -234,26 +235,6 @@ def exact_probabilities(loaded: LoadedTargetModel, prompt: list[int], temperatur
         for i, prefix in enumerate(prefixes)
         for last in range(FEW)
     }
-
-
-def chi_square(counts: Counter, probabilities: dict[tuple, float], draws: int) -> tuple[float, int]:
-    """Pearson's statistic and degrees of freedom; rare cells are pooled until 8 are expected in each."""
-    cells, pooled_count, pooled_expected = [], 0, 0.0
-    for outcome, p in sorted(probabilities.items(), key=lambda item: item[1]):
-        pooled_count, pooled_expected = pooled_count + counts[outcome], pooled_expected + p * draws
-        if pooled_expected >= 8:
-            cells.append((pooled_count, pooled_expected))
-            pooled_count, pooled_expected = 0, 0.0
-    return sum((n - e) ** 2 / e for n, e in cells), len(cells) - 1
-
-
-def chi_square_limit(freedom: int) -> float:
-    """What the statistic exceeds by chance once in 10,000 times (Wilson and Hilferty's approximation).
-
-    3.719 is the normal quantile of 1 - 1e-4; for 10 to 100 degrees of freedom the limit is right to 0.3 %.
-    """
-    spread = 2 / (9 * freedom)
-    return freedom * (1 - spread + 3.719 * spread**0.5) ** 3
 
 
 def sampled_triples(loaded, drafter, prompt: list[int], temperature: float, draws: int, rule) -> Counter:

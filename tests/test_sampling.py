@@ -48,10 +48,27 @@ def test_processors_see_the_tokens_that_plain_decoding_would_show_them(processor
     assert ids.tolist() == [PROMPT + expected]
 
 
-def test_the_repetition_penalty_is_an_option_by_mlx_lms_name():
-    expected = plain(make_logits_processors(repetition_penalty=1.5, repetition_context_size=7), 40)
-    options = {"repetition_penalty": 1.5, "repetition_context_size": 7}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5, "repetition_context_size": 7},
+        {"presence_penalty": 2.0, "presence_context_size": 9},
+        {"frequency_penalty": 1.5, "frequency_context_size": 30},
+        {"logit_bias": {3: -20.0, 5: 4.0}},
+        {"logit_bias": {5: 3.0}, "repetition_penalty": 1.2, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    ],
+    ids=lambda options: "+".join(name for name in options if not name.endswith("size")),
+)
+def test_what_mlx_lm_does_to_logits_are_options_by_its_names(options):
+    expected = plain(make_logits_processors(**options), 40)
+    assert expected != plain([], 40)
     assert decoder(expected).spec_generate(PROMPT, 40, **options).tolist() == [PROMPT + expected]
+
+
+def test_a_bias_of_minus_infinity_forbids_a_token():
+    best = plain([], 1)[0]
+    ids = decoder([]).spec_generate(PROMPT, 40, temperature=2.0, seed=1, logit_bias={best: -float("inf")})
+    assert best not in ids.tolist()[0][len(PROMPT) :]
 
 
 def test_registered_processors_and_samplers_go_by_name():

@@ -166,7 +166,7 @@ def compare(
     """Answer every prompt ``runs`` times by plain decoding and each drafter in turns, the first to go changing.
 
     One uncounted run of each side on the first prompt comes first. Yields the results of a prompt by the name of
-    the drafter. Unless ``greedy``, tokens come from random streams of their own and are not compared. All sides answer
+    the drafter. Unless ``greedy``, tokens are not compared: a rounding can turn a draw. All sides answer
     a prompt with the number of BLAS threads that ``threads`` chooses before it.
 
     Raises :class:`~dflash.errors.DFlashError`, naming side and prompt, if one side fails; with ``on_failure`` it

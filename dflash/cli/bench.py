@@ -34,7 +34,12 @@ def bench(
     runs: Annotated[int, typer.Option(help="Runs of each side per prompt.")] = 1,
     temp: options.Temp = 0.0,
     top_p: options.TopP = 0.0,
+    min_p: options.MinP = 0.0,
     top_k: options.TopK = 0,
+    logit_bias: options.LogitBias = None,
+    repetition_penalty: options.RepetitionPenalty = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.RunSeed = 0,
     block_size: options.BlockSize = None,
     chat: options.Chat = True,
@@ -67,7 +72,9 @@ def bench(
     from ..bench import HELDOUT
 
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
-    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify, policy)
+    penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
+    processors = tuple(logits_processor or ())
+    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy)
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
     options.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads

@@ -29,7 +29,12 @@ def generate(
     ] = None,
     temp: options.Temp = 0.0,
     top_p: options.TopP = 0.0,
+    min_p: options.MinP = 0.0,
     top_k: options.TopK = 0,
+    logit_bias: options.LogitBias = None,
+    repetition_penalty: options.RepetitionPenalty = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
     chat: options.Chat = True,
@@ -62,7 +67,9 @@ def generate(
     """
     text = options.prompt_text(prompt, keep_ends=not chat)
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
-    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify, policy)
+    penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
+    processors = tuple(logits_processor or ())
+    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy)
     decoder = options.load_decoder(target, drafter, block_size, trust_remote_code, draft_bits, draft_window)
     tokens = form.tokens(text, decoder.loaded_target)
     options.set_seed(seed)

@@ -34,7 +34,12 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = MAX_TOKENS,
     temp: options.Temp = 0.0,
     top_p: options.TopP = 0.0,
+    min_p: options.MinP = 0.0,
     top_k: options.TopK = 0,
+    logit_bias: options.LogitBias = None,
+    repetition_penalty: options.RepetitionPenalty = 0.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.RunSeed = 0,
     chat: options.Chat = True,
     system: options.System = None,
@@ -62,7 +67,9 @@ def evaluate(
     from ..bench.environment import environment
 
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
-    sampling = options.Sampling(temp, top_p, top_k, sampler, tuple(logits_processor or ()), verify)
+    penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
+    processors = tuple(logits_processor or ())
+    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify)
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
     decoder = options.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
     loaded = decoder.loaded_target

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,6 +108,7 @@ MaxTokens = Annotated[
 ]
 Temp = Annotated[float, typer.Option(help="Temperature; 0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 0 is off.")]
+MinP = Annotated[float, typer.Option(help="Drop what is less probable than this fraction of the best; 0 is off.")]
 TopK = Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0 is off.")]
 Seed = Annotated[int | None, typer.Option(help="Seed for sampling.", callback=seed_in_range)]
 RunSeed = Annotated[int, typer.Option(help="Seed for sampling.", callback=seed_in_range)]
@@ -125,6 +126,14 @@ DraftWindow = Annotated[
         help="Newest context tokens that the drafter's full attention sees; its memory stops growing with the text.",
     ),
 ]
+LogitBias = Annotated[
+    str | None, typer.Option("--logit-bias", metavar="JSON", help="Add to the logits of token ids: '{\"7\": -100}'.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Divides logits of the last 20 tokens, as mlx-lm's does; 0 is off.")
+]
+PresencePenalty = Annotated[float, typer.Option(help="Taken from the logits of the last 20 tokens; 0 is off.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="The same, once each time that a token occurred; 0 is off.")]
 Chat = Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or the prompt as it is.")]
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="System prompt, where the prompt has none.", callback=is_text)
@@ -167,9 +176,11 @@ class Sampling:
 
     temp: float = 0.0
     top_p: float = 0.0
+    min_p: float = 0.0
     top_k: int = 0
     sampler: str | None = None
     logits_processors: tuple[str, ...] = ()
+    penalties: dict[str, Any] = field(default_factory=dict)
     verify: str | None = None
     policy: str | None = None
 
@@ -177,7 +188,9 @@ class Sampling:
         """Options of ``stream_generate`` beside the temperature; what was not asked for is left to its defaults."""
         asked = {
             "top_p": self.top_p,
+            "min_p": self.min_p,
             "top_k": self.top_k,
+            **self.penalties,
             "sampler": self.sampler,
             "logits_processors": list(self.logits_processors),
             "verify": self.verify,
@@ -201,6 +214,28 @@ class Sampling:
         from ..request import GREEDY_BELOW
 
         return self.temp < GREEDY_BELOW and self.sampler is None
+
+
+def penalties(repetition: float, presence: float, frequency: float, logit_bias: str | None) -> dict[str, Any]:
+    """What is done to the logits before a token is drawn. Raises :class:`~dflash.errors.DFlashError` for a bad bias."""
+    bias = json_object(logit_bias, "--logit-bias", '{"7": -100}')
+    unknown = next((token for token in bias if not token.isdecimal()), None)
+    if unknown is not None:
+        raise DFlashError(f"--logit-bias must name token ids, got {unknown!r}.")
+    named = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
+    return named | {"logit_bias": {int(token): value for token, value in bias.items()}}
+
+
+def caching(
+    max_kv_size: int | None, kv_bits: int | None, kv_group_size: int, quantized_kv_start: int
+) -> dict[str, Any]:
+    """Options of ``stream_generate`` for the target's caches."""
+    return {
+        "max_kv_size": max_kv_size,
+        "kv_bits": kv_bits,
+        "kv_group_size": kv_group_size,
+        "quantized_kv_start": quantized_kv_start,
+    }
 
 
 # --- decoders ------------------------------------------------------------------------------------------
@@ -289,14 +324,14 @@ def prompt_text(prompt: str, keep_ends: bool = False) -> str:
     return prompt
 
 
-def json_object(text: str | None, option: str) -> dict[str, Any]:
+def json_object(text: str | None, option: str, example: str = '{"enable_thinking": false}') -> dict[str, Any]:
     """A JSON object given on the command line. Raises :class:`~dflash.errors.DataError` for anything else."""
     try:
         value = json.loads(text or "{}")
     except json.JSONDecodeError as error:
         raise DataError(f"{option} is not valid JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise DataError(f'{option} must be a JSON object such as {{"enable_thinking": false}}, got {text}.')
+        raise DataError(f"{option} must be a JSON object such as {example}, got {text}.")
     return value
 
 

@@ -11,6 +11,7 @@ import pytest
 from support.cli import assert_one_error, invoke
 from support.models import byte_tokenizer, writer
 
+import dflash
 from dflash import bench
 from dflash.cli import options as cli_options
 from dflash.training.toy.tasks import samples
@@ -50,6 +51,20 @@ def test_a_dash_reads_the_prompt_and_raw_takes_it_as_it_is(pair):
         for prompt in ("-", "Hi")
     ]
     assert chat[0]["tokens"] == chat[1]["tokens"]
+
+
+def test_penalties_and_biases_mean_on_the_command_line_what_they_mean_in_python(pair):
+    decoder = dflash.DFlashSpeculativeDecoder.from_pretrained(pair[1], pair[3])
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}
+    answers = []
+    for bias in ({}, {70: 9.0}):
+        asked = ["--min-p", "0.01", "--logit-bias", json.dumps(bias), "--temp", "1", "--seed", "3", "--json"]
+        asked += [part for name, value in penalties.items() for part in ("--" + name.replace("_", "-"), str(value))]
+        result = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "16", *asked).stdout)
+        options = {"min_p": 0.01, "temperature": 1.0, "seed": 3, "logit_bias": bias} | penalties
+        assert result["text"] == decoder.generate("Hi", max_tokens=16, **options)
+        answers.append(result["text"])
+    assert answers[0] != answers[1]
 
 
 def test_a_seed_repeats_a_sample_and_another_changes_it(pair):
@@ -154,6 +169,12 @@ def test_demo_takes_prompts_as_generate_does(prompt):
         (["Hi", "PAIR", "--temp", "-1"], "temperature must be .*got -1.0"),
         (["Hi", "PAIR", "--top-p", "2"], "top_p must be .* from 0 to 1, got 2.0"),
         (["Hi", "PAIR", "--temp", "1", "--top-k", "1000000"], "top_k must be less than the target's vocabulary"),
+        (["Hi", "PAIR", "--min-p", "-1"], "min_p must be .* from 0 to 1, got -1.0"),
+        (["Hi", "PAIR", "--repetition-penalty", "-1"], "repetition_penalty must be .* at least 0, got -1.0"),
+        (["Hi", "PAIR", "--presence-penalty", "nan"], "presence_penalty must be a finite number, got nan"),
+        (["Hi", "PAIR", "--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
+        (["Hi", "PAIR", "--logit-bias", '{"a": 1}'], "--logit-bias must name token ids, got 'a'"),
+        (["Hi", "PAIR", "--logit-bias", '{"9999": 1}'], "logit_bias names token 9999"),
         (["Hi", "PAIR", "--stop", ""], "--stop must not be empty"),
         (["Hi", "PAIR", "--verify", "nope"], "nope"),
         (["Hi", "PAIR", "--sampler", "nope"], "nope"),

@@ -4,7 +4,7 @@ Knows token ids and caches. Must not know text, chat templates, any architecture
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from .verify import (
     NO_TOKEN,
     Verified,
     VerifyRule,
+    accepted_length,
     first_mismatch,
     random_states,
     sample_target,
@@ -81,6 +82,7 @@ class Block:
     ``drafted`` are the tokens that it verified of the ``proposed`` ones, ``tokens`` those that it committed: the
     first ``accepted`` drafts and one token of the target's own. ``source`` tells which of several drafters made them.
     ``random_states``: MLX's random state after each of ``tokens``, if the target's sampler drew them in plain order.
+    ``asleep``: a plain step, for which no drafter was asked.
     """
 
     drafted: list[int]
@@ -91,6 +93,7 @@ class Block:
     times: BlockTimes = BlockTimes()
     inspected: dict[str, mx.array] | None = None
     random_states: list[list[int]] = field(default_factory=list)
+    asleep: bool = False
 
 
 @dataclass
@@ -118,41 +121,63 @@ def prefill(
     prompt: list[int],
     step_size: int = PREFILL_STEP_SIZE,
     target_cache: TargetCache | None = None,
+    draft_cache: Any = None,
 ) -> DecodeState:
-    """Feed the prompt, into ``target_cache`` or a new one, and commit the target's first token.
+    """Feed the prompt, into the caches given or new ones, and commit the target's first token.
 
-    Each chunk's features go straight into the drafter's cache and are dropped, and the head runs on the
-    last position only, so memory grows with neither ``features x prompt`` nor ``vocabulary x prompt``.
+    Caches that are given may hold the beginning of the prompt, but not its last token.
 
     Raises :class:`~dflash.errors.GenerationError` if the target's logits are not a number.
     """
     target, drafter = run.target, run.drafter
     target_cache = target.make_cache() if target_cache is None else target_cache
-    state = DecodeState(list(prompt), target_cache, drafter.make_cache())
-    tokens = mx.array([prompt])
-    for start in range(0, len(prompt), step_size):
-        chunk = tokens[:, start : start + step_size]
-        hidden, features = target.forward_hidden(chunk, state.target_cache, drafter.target_layer_ids)
-        drafter.extend_context(features, state.draft_cache, chunk)
-        last = hidden[:, -1:]
-        # The drafter's cache too, if it says what it holds: its lazy graph would keep every chunk's features.
-        mx.eval(last, [c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
-        mx.clear_cache()
-    logits_LV = process_logits(run.processors, tokens[0], target.head(last)[0])
+    draft_cache = drafter.make_cache() if draft_cache is None else draft_cache
+    state = DecodeState(list(prompt), target_cache, draft_cache)
+    last = feed(target, drafter, prompt, target_cache, draft_cache, step_size)
+    logits_LV = process_logits(run.processors, mx.array(prompt), target.head(last)[0])
     first = token_ids(sample_target(logits_LV, run.sampler))
     _check_committed(target, first)
     state.tokens += first
     return state
 
 
-def decode(run: Decoding, state: DecodeState, max_tokens: int, block_size: int) -> Iterator[Block]:
+def feed(
+    target: LoadedTargetModel,
+    drafter: Drafter,
+    tokens: list[int],
+    target_cache: TargetCache,
+    draft_cache: Any,
+    step_size: int = PREFILL_STEP_SIZE,
+) -> mx.array:
+    """Feed what the caches do not hold of ``tokens``, in chunks; the last token's final hidden state ``[1, 1, E]``.
+
+    Each chunk's features go straight into the drafter's cache and are dropped, and only one final hidden state is
+    kept, so memory grows with neither ``features x tokens`` nor ``vocabulary x tokens``.
+    """
+    tokens_BL, fed = mx.array([tokens]), target_cache.offset
+    together = len(tokens) - 1 if target_cache.ends_prompts_alone else len(tokens)
+    target_cache.set_in_prompt(True)
+    while fed < len(tokens):
+        chunk = tokens_BL[:, fed : min(fed + step_size, together) if fed < together else None]
+        fed += chunk.shape[1]
+        hidden, features = target.forward_hidden(chunk, target_cache, drafter.target_layer_ids)
+        drafter.extend_context(features, draft_cache, chunk)
+        last = hidden[:, -1:]
+        # The drafter's cache too, if it says what it holds: its lazy graph would keep every chunk's features.
+        mx.eval(last, [c.state for c in target_cache], getattr(draft_cache, "state", ()))
+        mx.clear_cache()
+    target_cache.set_in_prompt(False)
+    return last
+
+
+def decode(run: Decoding, state: DecodeState, max_tokens: int, block_size: int) -> Generator[Block, None, None]:
     """Blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
     run.policy.begin()
     while (remaining := state.prompt_length + max_tokens - len(state.tokens)) > 0:
         if nap := min(run.policy.sleep(), remaining):
             yield from plain_steps(run, state, nap)
         else:
-            yield decode_block(run, state, min(block_size, remaining) - 1)
+            yield decode_block(run, state, min(block_size, remaining, state.target_cache.longest_pass) - 1)
 
 
 def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
@@ -185,7 +210,17 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     ended = time.perf_counter()
     times = BlockTimes(drafted_at - began, verified_at - drafted_at, ended - verified_at)
     proposed = proposal.tokens.shape[1]
-    run.policy.observe(BlockRecord(proposed, len(drafted), verified.accepted, confidence, times.total, proposal.source))
+    run.policy.observe(
+        BlockRecord(
+            drafted=proposed,
+            verified=len(drafted),
+            accepted=verified.accepted,
+            matched=_matched(proposal, verified),
+            confidence=confidence,
+            seconds=times.total,
+            source=proposal.source,
+        )
+    )
     return Block(
         drafted, verified.tokens, verified.accepted, proposed, proposal.source, times, inspected, verified.random_states
     )
@@ -195,7 +230,7 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
     """``count`` tokens without the drafter, as mlx-lm decodes: a pass is under way before its input is read.
 
     The features are kept for the drafter, which gets them when it wakes. After the last token both caches hold
-    exactly the committed tokens without the new anchor; where the caller stops earlier, the target's is a token ahead.
+    exactly the committed tokens without the new anchor; where the caller stops earlier, they hold it too.
     """
     target, drafter = run.target, run.drafter
     begin, history, features = len(state.tokens) - 1, mx.array(state.tokens), []
@@ -207,6 +242,10 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
         features.append(step_features)
         return chosen
 
+    def wake() -> None:
+        context = mx.array([state.tokens[begin : begin + len(features)]])
+        drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
+
     coming, began = launch(state.anchor), time.perf_counter()
     for left in range(count - 1, -1, -1):
         target_token, state_after = coming
@@ -217,11 +256,15 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
         _check_committed(target, tokens)
         state.tokens += tokens
         if left == 0:
-            context = mx.array([state.tokens[begin:-1]])
-            drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
+            wake()
         times = BlockTimes(verify=time.perf_counter() - began)
-        run.policy.observe(BlockRecord(0, 0, 0, None, times.total, asleep=True))
-        yield Block([], tokens, 0, times=times, random_states=random_states(state_after))
+        run.policy.observe(BlockRecord(0, 0, 0, 0, None, times.total, asleep=True))
+        try:
+            yield Block([], tokens, 0, times=times, random_states=random_states(state_after), asleep=True)
+        except GeneratorExit:
+            if left > 0:
+                wake()
+            raise
         began = time.perf_counter()
 
 
@@ -287,6 +330,13 @@ def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Pass:
         before = mx.array(state.tokens[:-1], mx.uint32)
         logits_LV = process_logits(run.processors, mx.concatenate([before, inputs[0]]), logits_LV)
     return _Pass(proposal, inputs, logits_LV, features)
+
+
+def _matched(proposal: Proposal, verified: Verified) -> int:
+    """Leading drafts, verified or not, that are what was committed; drafts that were drawn tell nothing beyond."""
+    if proposal.log_q is not None:
+        return verified.accepted
+    return accepted_length(token_ids(proposal.tokens[0, : len(verified.tokens)]), verified.tokens)
 
 
 def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable
+from statistics import NormalDist
 
 import mlx.core as mx
 import numpy as np
@@ -12,9 +12,12 @@ from support.models import bound_drafter, plain_greedy, target
 from dflash import DFlashSpeculativeDecoder, Proposal
 from dflash.decode import Decoding, decode, prefill
 from dflash.errors import DFlashError
-from dflash.policy import Adaptive, BlockRecord, Calibration, CostCurve, Drafts, Fixed, Policy, register_policy
+from dflash.estimates import BlockCosts, Calibration
+from dflash.policy import Adaptive, BlockRecord, Drafts, Fixed, Policy, register_policy
 
 BLOCK = 16
+CHANGE = 2000
+NORMAL = NormalDist()
 
 # --- a world in which everything is known ----------------------------------------------------------------
 
@@ -29,78 +32,88 @@ def sigmoid(x: float) -> float:
 
 
 class World:
-    """Blocks whose drafts survive with a known chance, at known costs; both change after ``change`` tokens.
+    """Blocks whose drafts survive with a known chance, at known costs; both change after ``CHANGE`` tokens.
 
     A draft is accepted with ``sigmoid(z)``; the drafter says ``sigmoid(z + too_sure)`` of it.
     """
 
-    draft_seconds = 0.01
+    def __init__(self, seed: int, levels: tuple[float, float], too_sure: tuple[float, float]):
+        self.random, self.blocks = random.Random(seed), 0.37 * seed
+        self.levels, self.too_sure = levels, too_sure
 
-    def __init__(self, seed: int, levels: tuple[float, float], too_sure: tuple[float, float], change: int = 2000):
-        self.random = random.Random(seed)
-        self.levels, self.too_sure, self.change = levels, too_sure, change
+    def seconds(self, k: int, at: float) -> float:
+        """Of a block that verifies ``k`` drafts."""
+        return 0.01 + (staircase(k + 1, 0.04, 0.02, 4) if at < CHANGE else staircase(k + 1, 0.03, 0.06, 6))
 
-    def cost(self, tokens: int, at: int) -> float:
-        return staircase(tokens, 0.04, 0.02, 4) if at < self.change else staircase(tokens, 0.03, 0.06, 6)
+    def plain(self, at: float) -> float:
+        return 0.95 * (self.seconds(0, at) - 0.01)
 
-    def plain(self, at: int) -> float:
-        return 0.95 * self.cost(1, at)
-
-    def block(self, at: int) -> tuple[list[float], list[float], int]:
-        """The drafter's confidence, the true chances, and how many drafts would be accepted."""
-        part = int(at >= self.change)
-        level = self.random.gauss(self.levels[part], 1.0)
+    def block(self, at: float) -> tuple[list[float], list[float]]:
+        """The drafter's confidence and the true chances; levels are spread evenly, so that few blocks tell much."""
+        part, self.blocks = int(at >= CHANGE), self.blocks + 1
+        level = self.levels[part] + NORMAL.inv_cdf(0.001 + 0.998 * (self.blocks * 0.618034 % 1))
         z = [level + self.random.gauss(0, 0.7) - 0.03 * i for i in range(BLOCK - 1)]
-        hits = [self.random.random() < sigmoid(x) for x in z]
-        accepted = next((i for i, hit in enumerate(hits) if not hit), len(hits))
-        return [sigmoid(x + self.too_sure[part]) for x in z], [sigmoid(x) for x in z], accepted
+        return [sigmoid(x + self.too_sure[part]) for x in z], [sigmoid(x) for x in z]
+
+    def accepted(self, chances: list[float]) -> int:
+        """Of all drafts."""
+        return next((i for i, chance in enumerate(chances) if self.random.random() >= chance), len(chances))
 
     def noise(self) -> float:
         return self.random.lognormvariate(0, 0.05)
 
 
-def best_length(chances: list[float], draft: float, cost: Callable[[int], float]) -> int:
-    expected, survival, rates = 1.0, 1.0, [1 / (draft + cost(1))]
-    for k, chance in enumerate(chances, 1):
+def expected_tokens(chances: list[float]) -> list[float]:
+    """Tokens that a block commits on average if it verifies 0, 1, .. drafts."""
+    survival, tokens = 1.0, [1.0]
+    for chance in chances:
         survival *= chance
-        expected += survival
-        rates.append(expected / (draft + cost(k + 1)))
-    return int(np.argmax(rates))
+        tokens.append(tokens[-1] + survival)
+    return tokens
 
 
-def speed(world: World, policy: Policy, tokens: int = 4000) -> float:
-    """Tokens per second under ``policy``."""
-    at, seconds = 0, 0.0
+def speed(world: World, policy: Policy, tokens: int = 2 * CHANGE) -> float:
+    """Tokens per second under ``policy``, every block counted with its expectation."""
+    at = seconds = 0.0
     policy.begin()
     while at < tokens:
         if policy.sleep():
-            spent = world.plain(at) * world.noise()
-            policy.observe(BlockRecord(0, 0, 0, None, spent, asleep=True))
-            at, seconds = at + 1, seconds + spent
-            continue
-        confidence, _, accepted = world.block(at)
-        k = policy.verify_length(Drafts(BLOCK - 1, confidence))
-        spent, accepted = world.cost(k + 1, at) * world.noise(), min(accepted, k)
-        policy.observe(BlockRecord(BLOCK - 1, k, accepted, confidence, world.draft_seconds + spent))
-        at, seconds = at + 1 + accepted, seconds + world.draft_seconds + spent
+            spent, committed = world.plain(at), 1.0
+            policy.observe(BlockRecord(0, 0, 0, 0, None, spent * world.noise(), asleep=True))
+        else:
+            confidence, chances = world.block(at)
+            k = policy.verify_length(Drafts(BLOCK - 1, confidence))
+            spent, committed, hits = world.seconds(k, at), expected_tokens(chances)[k], world.accepted(chances)
+            noisy = spent * world.noise()
+            policy.observe(BlockRecord(BLOCK - 1, k, min(hits, k), min(hits, k + 1), confidence, noisy))
+        at, seconds = at + committed, seconds + spent
     return at / seconds
 
 
-def oracle_speed(make: Callable[[], World], tokens: int = 4000) -> float:
-    """Knows every chance and cost, and for each half of the text whether to draft at all."""
+def oracle_speed(world: World) -> float:
+    """Knows every chance and cost, and for each half of the text whether to draft at all; it never pays to find out.
+
+    Where blocks differ, the best length is not the one of the greatest quotient of the block: a second is worth what
+    the whole text makes of it (Dinkelbach 1967), found in a few rounds.
+    """
     seconds = 0.0
-    for begin, end in ((0, 2000), (2000, tokens)):
-        world, at, drafted = make(), begin, 0.0
-        while at < end:
-            _, chances, accepted = world.block(at)
-            k = best_length(chances, world.draft_seconds, lambda n, at=at, world=world: world.cost(n, at))
-            drafted += world.draft_seconds + world.cost(k + 1, at) * world.noise()
-            at += 1 + min(accepted, k)
-        seconds += min(drafted * (end - begin) / (at - begin), (end - begin) * world.plain(begin))
-    return tokens / seconds
+    for begin in (0, CHANGE):
+        blocks = [expected_tokens(world.block(begin)[1]) for _ in range(300)]
+        best, rate = 1 / world.plain(begin), 0.0
+        for _ in range(4):
+            lengths = [max(range(BLOCK), key=lambda k: tokens[k] - rate * world.seconds(k, begin)) for tokens in blocks]
+            spent = sum(world.seconds(k, begin) for k in lengths)
+            rate = sum(tokens[k] for tokens, k in zip(blocks, lengths, strict=True)) / spent
+            best = max(best, rate)
+        seconds += CHANGE / best
+    return 2 * CHANGE / seconds
 
 
 WORLDS = {
+    "good": ((3.0, 3.0), (0.0, 0.0)),
+    "fair": ((1.0, 1.0), (1.0, 1.0)),
+    "poor": ((-0.5, -0.5), (2.0, 2.0)),
+    "worthless": ((-4.0, -4.0), (4.0, 4.0)),
     "good, then fair and too sure": ((2.5, 0.5), (0.0, 2.0)),
     "fair, then good": ((0.5, 3.0), (2.0, 0.0)),
     "good, then worthless": ((3.0, -4.0), (0.0, 4.0)),
@@ -109,20 +122,18 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_adaptive_follows_chances_and_costs_that_change(name):
-    """Against an oracle that knows both and never pays to find out."""
-    seconds = {"ours": 0.0, "oracle": 0.0}
-    for seed in range(3):
-        seconds["ours"] += 1 / speed(World(seed, *WORLDS[name]), Adaptive())
-        seconds["oracle"] += 1 / oracle_speed(lambda seed=seed: World(seed + 100, *WORLDS[name]))
-    assert seconds["oracle"] / seconds["ours"] > 0.88
+def test_adaptive_loses_less_than_three_percent_to_an_oracle(name):
+    """Chances and costs change in the middle; it is told neither."""
+    ours = sum(1 / speed(World(seed, *WORLDS[name]), Adaptive()) for seed in range(2))
+    oracle = sum(1 / oracle_speed(World(seed, *WORLDS[name])) for seed in range(2))
+    assert oracle / ours > 0.97
 
 
-def test_adaptive_is_as_fast_as_the_best_fixed_length():
+def test_adaptive_is_faster_than_the_best_fixed_length_where_blocks_differ():
     """Which nobody knows beforehand."""
-    for seed in range(2):
-        fixed = max(speed(World(seed, (2.5, 0.5), (0.0, 2.0)), Fixed(k)) for k in (2, 3, 5, 7, 11, 15))
-        assert speed(World(seed, (2.5, 0.5), (0.0, 2.0)), Adaptive()) > 0.97 * fixed
+    world = (2.5, 0.5), (0.0, 2.0)
+    fixed = max(speed(World(0, *world), Fixed(k)) for k in (2, 3, 5, 7, 11, 15))
+    assert speed(World(0, *world), Adaptive()) > 1.05 * fixed
 
 
 def test_a_worthless_drafter_costs_adaptive_at_most_three_percent():
@@ -131,21 +142,52 @@ def test_a_worthless_drafter_costs_adaptive_at_most_three_percent():
         assert speed(world, Adaptive(), 512) * world.plain(0) > 0.97
 
 
+def test_saved_costs_are_known_from_the_first_block_on(tmp_path):
+    world, policy = World(0, *WORLDS["fair"]), Adaptive()
+    speed(world, policy, CHANGE)
+    policy.save(tmp_path / "costs.json")
+    loaded = Adaptive.load(tmp_path / "costs.json")
+    assert loaded.verify_length(Drafts(BLOCK - 1, [0.9] + [0.1] * 14)) < 4
+    assert Adaptive().verify_length(Drafts(BLOCK - 1, [0.9] + [0.1] * 14)) == BLOCK - 1
+    (tmp_path / "costs.json").write_text('{"": {"1": "no"}}')
+    with pytest.raises(DFlashError, match="holds no costs of blocks"):
+        Adaptive.load(tmp_path / "costs.json")
+
+
+def test_each_source_of_drafts_has_costs_and_chances_of_its_own():
+    policy = Adaptive()
+    for _ in range(30):
+        policy.observe(BlockRecord(15, 15, 0, 0, [0.5] * 15, 0.1, "model"))
+        policy.observe(BlockRecord(15, 15, 15, 15, [0.5] * 15, 0.05, "lookup"))
+    assert policy.verify_length(Drafts(15, [0.5] * 15, "lookup")) > 8
+    assert policy.why()["tokens"] / policy.why()["seconds"] > 100
+    assert policy.verify_length(Drafts(15, [0.5] * 15, "model")) < 3
+
+
 # --- its parts ---------------------------------------------------------------------------------------------
 
 
-def test_a_cost_curve_interpolates_and_moves_as_a_whole():
-    curve = CostCurve()
-    with pytest.raises(KeyError):
-        curve[4]
-    curve.observe(1, 0.010)
-    curve.observe(5, 0.030)
-    assert curve[3] == pytest.approx(0.020)
-    assert curve[16] == pytest.approx(0.030)
-    for _ in range(60):
-        curve.observe(5, 0.060)  # everything takes twice as long now
-    assert curve[5] == pytest.approx(0.060, rel=0.02)
-    assert 0.012 < curve[1] < 0.021
+def test_costs_of_one_length_tell_of_the_others():
+    costs = BlockCosts()
+    assert not costs.known
+    for _ in range(20):
+        costs.observe(0, 0.010)
+        costs.observe(8, 0.030)
+    assert costs.expected(0) == pytest.approx(0.010, rel=0.05)
+    assert 0.013 < costs.expected(4) < 0.024
+    assert costs.hoped(4) < 0.9 * costs.expected(4), "it was never tried"
+    assert costs.hoped(8) > 0.9 * costs.expected(8)
+    for _ in range(20):
+        costs.observe(8, 0.060)  # everything takes twice as long now
+    assert costs.expected(8) == pytest.approx(0.060, rel=0.05)
+    assert costs.expected(0) > 0.013
+
+
+def test_one_slow_block_is_soon_forgotten():
+    costs = BlockCosts()
+    for seconds in [0.03] * 20 + [0.3] + [0.03] * 3:
+        costs.observe(8, seconds)
+    assert costs.expected(8) == pytest.approx(0.03, rel=0.08)
 
 
 def test_calibration_learns_that_a_drafter_is_too_sure():
@@ -241,7 +283,7 @@ def test_a_policy_is_chosen_by_name_or_number_and_unknown_ones_are_named():
     decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2), policy="adaptive")
     decoder.spec_generate([3, 1, 4], 8)
     assert list(decoder._policies) == ["adaptive"]
-    assert decoder._policies["adaptive"].costs[1] > 0
+    assert decoder._policies["adaptive"]._sources[""].costs.known
     with pytest.raises(DFlashError, match="Unknown policy 'adaptif'; did you mean 'adaptive'"):
         decoder.spec_generate([3, 1, 4], 8, policy="adaptif")
 

@@ -1,0 +1,139 @@
+"""What a policy learns from the blocks that it sees: how long they take, and how likely drafts are accepted.
+
+Knows seconds and chances. Must not know tokens, models, or what is decided from the estimates.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+PLAIN = -1
+"""Stands for a plain step in :class:`BlockCosts`: one token, the next pass under way before it is read."""
+
+LONGEST = 64
+"""Drafts of the longest block that has a time of its own; longer ones count as this long."""
+
+
+class BlockCosts:
+    """Seconds of a block by the number of drafts that it verifies, learned from blocks of some lengths.
+
+    A Kalman filter over the logarithm of every length's time (Rasmussen and Williams 2006, chapter 2, with a random
+    walk in between). A common level lets one observation move all: a longer context, a busy machine. A kernel that
+    falls off with the distance of two lengths tells of lengths that were not tried, and leaves room for steps, since
+    on every device the curve is a staircase (matrix tiles). Uncertainty grows while a length is not used.
+    """
+
+    level, shape, distance, plain, noise = 1.0, 0.4, 9.0, 0.3, 0.08  # standard deviations of logarithms; lengths
+    level_drift, shape_drift = 0.02, 0.03  # the same, a block
+
+    def __init__(self) -> None:
+        position = np.arange(LONGEST + 2)  # plain step, no draft, one draft, ...
+        kernel = np.exp(-np.abs(position[:, None] - position) / self.distance)
+        self._covariance = self.level**2 + self.shape**2 * kernel
+        self._covariance[0, 0] += self.plain**2
+        self._drift = self.level_drift**2 + self.shape_drift**2 * kernel
+        self._mean: np.ndarray | None = None
+        self._surprise = 1.0  # mean square of what was not expected, in standard deviations
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was observed."""
+        return self._mean is not None
+
+    def observe(self, drafts: int, seconds: float) -> None:
+        """Learn that a block which verified ``drafts`` drafts took ``seconds``."""
+        i, logarithm = _position(drafts), math.log(max(seconds, 1e-9))
+        if self._mean is None:  # as if half of this block were a fixed cost: hopeful, so that short ones are tried
+            share = np.arange(LONGEST + 2) / (i or 1)
+            self._mean = np.log((1 + share) / 2) - math.log((1 + share[i]) / 2) + logarithm
+        self._covariance = self._covariance + self._drift
+        error = logarithm - self._mean[i]
+        self._surprise += 0.3 * (min(error**2 / (self._covariance[i, i] + self.noise**2), 25.0) - self._surprise)
+        if self._surprise > 2:  # the machine has changed: what was known is worth less
+            self._covariance = self._covariance + 4 * self._surprise * self._drift
+        gain = self._covariance[:, i] / (self._covariance[i, i] + self.noise**2)
+        # Noise only adds, such as a core that was taken away once: more than twice the known time counts as twice.
+        self._mean = self._mean + gain * min(max(error, -math.log(2)), math.log(2))
+        self._covariance = self._covariance - np.outer(gain, self._covariance[i])
+
+    def expected(self, drafts: int) -> float:
+        """Seconds. Raises ``RuntimeError`` before anything was observed."""
+        return math.exp(self._known_mean()[_position(drafts)])
+
+    def hoped(self, drafts: int) -> float:
+        """Seconds if it goes as well as one standard deviation: what is not known well gets tried."""
+        i = _position(drafts)
+        return math.exp(self._known_mean()[i] - math.sqrt(max(self._covariance[i, i], 0.0)))
+
+    def seconds(self) -> dict[int, float]:
+        """Expected seconds of every length, :data:`PLAIN` too; nothing before anything was observed."""
+        return {} if self._mean is None else {i - 1: math.exp(x) for i, x in enumerate(self._mean)}
+
+    @classmethod
+    def from_seconds(cls, seconds: Mapping[int, float]) -> "BlockCosts":
+        """Costs that were learned before, by :meth:`seconds`: their shape is known, their level less."""
+        costs = cls()
+        costs._mean = np.array([math.log(seconds[i - 1]) for i in range(LONGEST + 2)])
+        costs._covariance = 0.3**2 + 9 * costs._drift
+        return costs
+
+    def _known_mean(self) -> np.ndarray:
+        if self._mean is None:
+            raise RuntimeError("No block was observed, so no time is known.")
+        return self._mean
+
+
+def _position(drafts: int) -> int:
+    return min(drafts, LONGEST) + 1
+
+
+class Calibration:
+    """The chance that a draft is accepted when all before it were, from the drafter's probability of it.
+
+    Drafters rank their own drafts well everywhere, and outside of what they learned they are far too sure. So two
+    numbers are fitted online, ``chance = sigmoid(slope * logit(probability) + offset)``, by an extended Kalman filter;
+    its forgetting lets it follow a text that changes. Without probabilities only the offset is fitted.
+    """
+
+    widest = 6.0  # variance of the offset at which nothing of it is known
+
+    def __init__(self, forgetting: float = 0.99):
+        self._slope, self._offset = 1.0, 0.0
+        self._covariance = 0.05, 0.0, 0.5  # of the slope, between both, of the offset
+        self._forgetting = forgetting
+
+    def chance(self, probability: float | None) -> float:
+        """Between 0 and 1."""
+        return _sigmoid(self._slope * _logit(probability) + self._offset)
+
+    def observe(self, probability: float | None, accepted: bool) -> None:
+        """Learn from a draft that was reached: every one before it was accepted."""
+        x, chance = _logit(probability), self.chance(probability)
+        # The curvature of a very sure prediction is so small that one surprise would throw the fit about.
+        curvature = max(chance * (1 - chance), 0.02)
+        a, b, c = self._covariance
+        to_slope, to_offset = a * x + b, b * x + c  # covariance times input, the input being (x, 1)
+        gain = 1 / (1 / curvature + to_slope * x + to_offset)
+        error = (accepted - chance) / curvature
+        self._slope += to_slope * gain * error
+        self._offset += to_offset * gain * error
+        a, b, c = a - to_slope**2 * gain, b - to_slope * to_offset * gain, c - to_offset**2 * gain
+        grow = max(1.0, min(1 / self._forgetting, 2.0 / max(a, c)))  # it would else believe the last draft only
+        self._covariance = a * grow, b * grow, c * grow
+
+    def forget(self, tokens: int) -> None:
+        """The text went on for ``tokens`` tokens that told nothing: it may have changed."""
+        a, b, c = self._covariance
+        self._covariance = a, b, min(c + 0.2 * tokens, max(c, self.widest))
+
+
+def _logit(probability: float | None) -> float:
+    if probability is None:
+        return 0.0
+    p = min(max(probability, 1e-3), 1 - 1e-3)
+    return math.log(p / (1 - p))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-max(min(x, 30.0), -30.0)))

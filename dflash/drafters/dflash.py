@@ -203,6 +203,13 @@ class DFlashDraftModel(Trainable, nn.Module):
         """What every layer sees of committed tokens, ``[B, S, E]``, from target features."""
         return self.hidden_norm(self.fc(features_BSF))
 
+    def context_keys_values(self, layer: int, context: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """Keys and values, each ``[B, K, S, D]``, of committed tokens from position ``offset`` on in layer ``layer``.
+
+        ``context`` is what :meth:`context` made of their features.
+        """
+        return self.layers[layer].self_attn.keys_values(context, offset)
+
     def block_inputs(self, anchors_B: mx.array) -> mx.array:
         """Embeddings ``[B, config.block_size, E]`` of blocks ``[anchor, mask, ..., mask]``."""
         masks = mx.full((anchors_B.size, self.config.block_size - 1), self.config.mask_token_id, anchors_B.dtype)
@@ -236,12 +243,12 @@ class DFlashDraftModel(Trainable, nn.Module):
         What no layer keeps is not computed.
         """
         length, start = features.shape[1], cache.offset
-        context_BSE = self.context(features[:, length - cache.newest_of(length) :])
-        for layer, kv in zip(self.layers, cache.layers, strict=True):
+        context = self.context(features[:, length - cache.newest_of(length) :])
+        for layer, kv in enumerate(cache.layers):
             kept = kv.newest_of(length)
             kv.skip(length - kept)
             if kept:
-                kv.append(*layer.self_attn.keys_values(context_BSE[:, -kept:], start + length - kept))
+                kv.append(*self.context_keys_values(layer, context[:, -kept:], start + length - kept))
 
     def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
         """Fill the block after ``anchor [1, 1]`` and return its first ``length`` tokens, greedily.

@@ -60,6 +60,7 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     refuse_architecture(architectures, algorithms)
     if values.get("hidden_act"):
         values.pop("hidden_activation", None)  # Gemma's own spelling, left over from the target
+    shifted = values.pop("draft_shift", None) is True
     for name, value in values.items():
         if name not in known:
             refuse_key(name, value)
@@ -68,6 +69,8 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     _taps(values)
     _anchor(values, architectures, speculators, algorithms)
     _causality(values, config, inner)
+    if shifted:
+        _shift(values)
     _width(values)
     _rope(values)
     _rope_style(values)
@@ -156,6 +159,17 @@ def _causality(values: Values, config: Mapping[str, Any], inner: Values) -> None
     values["is_causal"] = next((value for value in found if value is not None), None)
 
 
+def _shift(values: Values) -> None:
+    """JetSpec's ``draft_shift``: the anchor drafts, and the last position does not. Where a block is causal, no other
+    position sees that one, and the block is one position shorter."""
+    if values["is_causal"] is not True or not isinstance(values.get("block_size"), int):
+        raise CheckpointError(
+            "config.json: draft_shift true is supported in causal blocks of a given block_size only; it means drafts "
+            "read one position earlier in the block, as in JetSpec."
+        )
+    values["sample_from_anchor"], values["block_size"] = True, values["block_size"] - 1
+
+
 def _width(values: Values) -> None:
     """Both widths are the target's: the drafter borrows its embedding and head."""
     width = values.pop("target_hidden_size", None)
@@ -216,7 +230,7 @@ def _refuse_unknown_inside(inner: Values, known: Collection[str]) -> None:
     translated = {
         "causal", "causal_head", "dflash_query_causal", "is_neox_style", "rope_is_neox_style", "sample_from_anchor",
         "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "rope_scaling",
-        "sliding_window_non_causal", "use_sliding_window", "max_window_layers",
+        "sliding_window_non_causal", "use_sliding_window", "max_window_layers", "draft_shift",
     }  # fmt: skip
     for name, value in inner.items():
         if name in known or name in translated or is_off(value) or is_supported_value(name, value):

@@ -45,7 +45,6 @@ _KEYS: dict[str, str] = {
     "dflash_block_position_embedding": "learned embeddings of block positions",
     "dflash_gated_layer_fusion": "a gated mix of the target's layers",
     "enable_qwen35_gated_q_proj": _GATED,
-    "draft_shift": "drafts read one position earlier in the block, as in JetSpec",
     "mask_embedding": _MASK, "use_mask_embedding": _MASK, "separate_mask_embedding": _MASK,
     "use_swa": _SWA, "rope_interleave": _INTERLEAVED, "rope_interleaved": _INTERLEAVED, "mlp_bias": "biases in the MLP",
     "attn_logit_softcapping": "soft-capped attention scores", "log_snr_conditioning": "conditioning on a noise level",
@@ -66,7 +65,7 @@ _KEYS_BY_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 _ARCHITECTURES = (
-    (r"Gemma4.*DSpark", _GEMMA), (r"DeepseekV4|DSV4", _MLA), (r"DFlare", _DFLARE),
+    (r"Gemma4.*DSpark", _GEMMA), (r"DeepseekV4|DSV4", _MLA),
     (r"Qwen3_?5.*DSpark", _GATED), (r"Domino", _DOMINO), (r"Eagle", "an Eagle drafter"),
     (r"MTP|NextN", "a multi-token-prediction head"),
     (r"Medusa", "Medusa heads"), (r"Laguna", _NORMS),

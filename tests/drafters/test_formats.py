@@ -190,6 +190,16 @@ def test_a_deepspec_drafter_drafts_at_the_anchors_position_too(tmp_path, archite
     np.testing.assert_array_equal(logits(tmp_path / "again", length=BLOCK), drafts)
 
 
+def test_shifted_drafts_of_a_causal_head_are_those_of_the_positions_before(tmp_path):
+    """JetSpec: slots 0 to 6 of a block of 8 draft, which in a causal block do not depend on slot 7."""
+    config, weights = plain()
+    shifted = write(tmp_path / "shifted", inside(config, causal_head=True, draft_shift=True), weights)
+    drafts = logits(shifted)
+    assert load_drafter(shifted).block_size == BLOCK
+    unshifted = logits(write(tmp_path / "plain", inside(config, causal_head=True), weights))
+    np.testing.assert_allclose(drafts[1:], unshifted[:-1], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("drafts", "explicit", "width"), [(7, None, 8), (8, None, 9), (None, True, 9), (None, False, 8), (None, None, 8)]
 )

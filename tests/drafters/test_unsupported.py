@@ -31,7 +31,7 @@ REFUSED = {
     "Domino by weights": ({}, {}, {"prefix_gru.weight_ih_l0": 1}, ["prefix_gru", "Domino"]),
     "length head": ({"use_thresh_head_two_model": True}, {}, {}, ["use_thresh_head_two_model", "length"]),
     "length head by weights": ({}, {}, {"thresh_head_two_model.out.bias": 1}, ["thresh_head", "length"]),
-    "DFlare": ({"architectures": ["QwenDFlareDraftModel"]}, {}, {}, ["QwenDFlareDraftModel", "DFlare"]),
+    "DFlare of speculators": ({"speculators_model_type": "dflare"}, {}, {}, ["dflare", "DFlare"]),
     "DFlare by weights": ({}, {}, {"layer_fusion_weights": 1}, ["layer_fusion_weights", "DFlare"]),
     "Gemma 4 block": ({"architectures": ["Gemma4DSparkModel"]}, {}, {}, ["Gemma4DSparkModel", "Gemma 4"]),
     "an Eagle": ({"speculators_model_type": "eagle3"}, {}, {}, ["eagle3", "Eagle"]),

@@ -138,7 +138,13 @@ def unmixed(p, part: str, side: int, u_LE, x_LE):
     return x_LE
 
 
-def dense_hidden(w, config, table, d: Document, mixed=unmixed):
+def one_context(w, p, layer: int, config, d: Document):
+    """What a layer sees of the features ``[S, E]``, and its projections to keys and values: those of a block."""
+    context = norm(mx.array(d.features, mx.float64) @ w["fc.weight"].T, w["hidden_norm.weight"], config.rms_norm_eps)
+    return context, p["self_attn.k_proj.weight"], p["self_attn.v_proj.weight"]
+
+
+def dense_hidden(w, config, table, d: Document, mixed=unmixed, context_of=one_context):
     """Final hidden states ``[A * B, E]`` of all blocks of one document."""
     size, heads, kv_heads = config.block_size, config.num_attention_heads, config.num_key_value_heads
     length, eps, theta = len(d.tokens), config.rms_norm_eps, config.rope_theta
@@ -148,16 +154,17 @@ def dense_hidden(w, config, table, d: Document, mixed=unmixed):
     def split(x_LE, count):
         return x_LE.reshape(len(x_LE), count, -1).transpose(1, 0, 2)
 
-    context = norm(mx.array(d.features, mx.float64) @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
     x = table[mx.array(inputs)] * config.input_embedding_scale
     for layer in range(config.num_hidden_layers):
         p = {k.removeprefix(f"layers.{layer}."): v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
         u = norm(x, p["input_layernorm.weight"], eps)
         y = mixed(p, "attention", 0, u, u)
-        both, positions = mx.concatenate([context, y]), np.concatenate([np.arange(length), at])
+        context, k_proj, v_proj = context_of(w, p, layer, config, d)
+        positions = np.concatenate([np.arange(length), at])
         q = norm(split(y @ p["self_attn.q_proj.weight"].T, heads), p["self_attn.q_norm.weight"], eps)
-        k = norm(split(both @ p["self_attn.k_proj.weight"].T, kv_heads), p["self_attn.k_norm.weight"], eps)
-        v = split(both @ p["self_attn.v_proj.weight"].T, kv_heads)
+        k = mx.concatenate([context @ k_proj.T, y @ p["self_attn.k_proj.weight"].T])
+        k = norm(split(k, kv_heads), p["self_attn.k_norm.weight"], eps)
+        v = split(mx.concatenate([context @ v_proj.T, y @ p["self_attn.v_proj.weight"].T]), kv_heads)
         q, k = rotated(q, at, theta), rotated(k, positions, theta)
         k, v = (mx.repeat(z, heads // kv_heads, axis=0) for z in (k, v))
         scores = q @ k.transpose(0, 2, 1) / math.sqrt(config.head_dim)
@@ -173,9 +180,10 @@ def dense_hidden(w, config, table, d: Document, mixed=unmixed):
     return norm(x, w["norm.weight"], eps)
 
 
-def dense_logits(w, config, table, matrix, d: Document):
+def dense_logits(w, config, table, matrix, d: Document, context_of=one_context):
     """Logits ``[A, B, V]`` of all blocks of one document."""
-    return logits_of(dense_hidden(w, config, table, d), config, matrix).reshape(len(d.anchors), config.block_size, -1)
+    hidden = dense_hidden(w, config, table, d, context_of=context_of)
+    return logits_of(hidden, config, matrix).reshape(len(d.anchors), config.block_size, -1)
 
 
 def logits_of(hidden, config, matrix):
@@ -187,7 +195,9 @@ def log_softmax(x):
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
-def dense_loss_and_gradients(model: DFlashDraftModel, documents: list[Document], objective: ObjectiveSettings):
+def dense_loss_and_gradients(
+    model: DFlashDraftModel, documents: list[Document], objective: ObjectiveSettings, context_of=one_context
+):
     kl = {"cross_entropy": 0.0, "kl": 1.0, "mix": objective.kl_weight}[objective.kind]
     config, borrowed = model.config, model._target
     with mx.stream(mx.cpu):  # no other device has float64
@@ -197,7 +207,7 @@ def dense_loss_and_gradients(model: DFlashDraftModel, documents: list[Document],
         def loss(weights):
             total, counted = mx.array(0.0, mx.float64), 0.0
             for d in documents:
-                drafted = log_softmax(dense_logits(weights, config, table, matrix, d))
+                drafted = log_softmax(dense_logits(weights, config, table, matrix, d, context_of))
                 of_target = log_softmax(mx.array(d.hidden, mx.float64) @ matrix.T)
                 for block, anchor in d.blocks():
                     for i in range(1, config.block_size):

@@ -165,15 +165,19 @@ class DenseDrafter:
                     visible[i, s] = not causal or s <= t
         return visible
 
+    def context(self, layer: int, features_SF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of the context in one layer."""
+        hidden = rms_norm(features_SF @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"], self.eps)
+        return self.layers[layer].keys_values(hidden, np.arange(len(features_SF)))
+
     def hidden(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
         """Final hidden states ``[block_size, E]`` of the block at ``anchor``."""
         config, size, context = self.config, self.config["block_size"], len(features_SF)
-        hidden = rms_norm(features_SF @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"], self.eps)
-        before, positions = np.arange(context), np.arange(context, context + size)
+        positions = np.arange(context, context + size)
         x = self.target.embed([anchor] + [config["mask_token_id"]] * (size - 1)) * config["input_embedding_scale"]
         for i, layer in enumerate(self.layers):
             y = layer.normed("input_layernorm", x)
-            context_k, context_v = layer.keys_values(hidden, before)
+            context_k, context_v = self.context(i, features_SF)
             block_k, block_v = layer.keys_values(y, positions)
             k, v = np.concatenate([context_k, block_k], axis=1), np.concatenate([context_v, block_v], axis=1)
             x = x + layer.attention(layer.queries(y, positions), k, v, self.visible(i, context))

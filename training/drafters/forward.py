@@ -34,12 +34,12 @@ def draft_hidden(
     ``grad_checkpoint`` the backward pass computes each layer again instead of keeping what is inside it.
     """
     config, (n, a) = model.config, anchors_NA.shape
-    context_NSE = model.context(features_NSF)
+    context = model.context(features_NSF)
     anchor_tokens = mx.take_along_axis(tokens_NS, anchors_NA, axis=1).reshape(-1)
     x_BLE = model.block_inputs(anchor_tokens)
 
-    def forward(number: int, layer: DraftLayer, x_BLE: mx.array, context_NSE: mx.array) -> mx.array:
-        context_keys, context_values = layer.self_attn.keys_values(context_NSE, 0)
+    def forward(number: int, layer: DraftLayer, x_BLE: mx.array, context: mx.array) -> mx.array:
+        context_keys, context_values = model.context_keys_values(number, context, 0)
         attend = partial(
             attention,
             context_keys=context_keys,
@@ -52,5 +52,5 @@ def draft_hidden(
 
     for number, layer in enumerate(model.layers):
         run = partial(forward, number, layer)
-        x_BLE = (nn.utils.checkpoint(layer, run) if grad_checkpoint else run)(x_BLE, context_NSE)
+        x_BLE = (nn.utils.checkpoint(layer, run) if grad_checkpoint else run)(x_BLE, context)
     return model.norm(x_BLE).reshape(n, a, config.block_size, -1)

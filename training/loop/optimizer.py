@@ -122,7 +122,7 @@ OptimizerSettings = AdamWSettings | MuonSettings
 """In a recipe, ``kind`` says which."""
 
 
-_TABLES = ("embed", "lm_head", "markov_w", "codebook", "confidence_head")
+_TABLES = ("embed", "lm_head", "markov_w", "codebook", "confidence_head", "fusion_weights")
 
 
 def is_inner_matrix(name: str, value: mx.array) -> bool:

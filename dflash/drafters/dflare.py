@@ -1,0 +1,78 @@
+"""DFlare: every layer of the drafter mixes the target's layers by itself, and has projections for the context alone.
+
+Where DFlash makes one context of all tapped layers for all of its own, here each layer sees their mean under weights of
+its own. Knows what differs from DFlash, with the published names (DFlare, arXiv:2606.02091; AngelSlim). Must not know
+files, targets or verification.
+
+Shapes: B batch, S context length, T tapped target layers, D drafter layers, E hidden size, K key-value heads, H head
+size.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from einops import rearrange
+
+from .config import DFlashConfig
+from .dflash import Attention, DFlashDraftModel, DraftLayer
+from .kinds import register_drafter
+
+_FIRST_WEIGHT = 2.0  # of each layer's own tap before the softmax, in a new drafter; as published
+
+
+class DFlareAttention(Attention):
+    """Attention whose context has projections of its own; norms and rotary positions are the block's."""
+
+    def __init__(self, config: DFlashConfig, layer: int):
+        super().__init__(config, layer)
+        size, width, bias = config.hidden_size, self.kv_heads * config.head_dim, config.attention_bias
+        self.k_proj_target = nn.Linear(size, width, bias=bias)
+        self.v_proj_target = nn.Linear(size, width, bias=bias)
+
+    def context_keys_values(self, context_BSE: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values, each ``[B, K, S, H]``, of committed tokens from position ``offset`` on."""
+        keys_BKSH = rearrange(self.k_proj_target(context_BSE), "B S (K H) -> B K S H", K=self.kv_heads)
+        values_BKSH = rearrange(self.v_proj_target(context_BSE), "B S (K H) -> B K S H", K=self.kv_heads)
+        return self.rope(self.k_norm(keys_BKSH), offset=offset), values_BKSH
+
+
+class DFlareLayer(DraftLayer):
+    """A layer with :class:`DFlareAttention`."""
+
+    def __init__(self, config: DFlashConfig, layer: int):
+        super().__init__(config, layer)
+        self.self_attn = DFlareAttention(config, layer)
+
+
+@register_drafter("dflare")
+class QwenDFlareDraftModel(DFlashDraftModel):
+    """A DFlare drafter. A new one's layers begin with the tapped layers that lie as deep as they do."""
+
+    added_modules: ClassVar[tuple[str, ...]] = ("layer_fusion_weights",)
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        self.pop("fc")
+        self.layers = [DFlareLayer(config, i) for i in range(config.num_hidden_layers)]
+        layers, taps = config.num_hidden_layers, len(config.target_layer_ids)
+        own_D1 = mx.array([[round(d * (taps - 1) / max(layers - 1, 1))] for d in range(layers)])
+        self.layer_fusion_weights = mx.where(mx.arange(taps) == own_D1, _FIRST_WEIGHT, 0.0)
+
+    @classmethod
+    def recognises(cls, signs: Mapping[str, Any]) -> bool:
+        """Whether a config names DFlare."""
+        return any("dflare" in name.lower() for name in signs["architectures"])
+
+    def context(self, features_BSF: mx.array) -> mx.array:
+        """What each layer sees of committed tokens, ``[B, S, D, E]``, from target features."""
+        taps_BSTE = mx.unflatten(features_BSF, -1, (-1, self.config.hidden_size))
+        weights_DT = mx.softmax(self.layer_fusion_weights.astype(mx.float32), axis=-1).astype(features_BSF.dtype)
+        return self.hidden_norm(weights_DT @ taps_BSTE)
+
+    def context_keys_values(self, layer: int, context: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """As in DFlash, from the part of ``context [B, S, D, E]`` that is the layer's own."""
+        attention = self.layers[layer].self_attn
+        assert isinstance(attention, DFlareAttention)
+        return attention.context_keys_values(context[:, :, layer], offset)

@@ -1,0 +1,160 @@
+"""DFlare against the NumPy reference: drafts, acceptance and tokens; its files, its loss and how a new one starts."""
+
+import json
+from dataclasses import asdict
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support import dense_loss, packagings, reference
+from support.models import HIDDEN, draft_config, qwen3_model, random_drafter, randomize
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, save_drafter
+from dflash.drafters.dflare import QwenDFlareDraftModel
+from dflash.errors import TrainingError
+from dflash.training.drafters.init import new_drafter
+from dflash.training.drafters.loss import drafter_loss
+from dflash.training.drafters.objectives import ObjectiveSettings
+from dflash.training.loop.optimizer import is_inner_matrix
+from dflash.training.recipe import DrafterShape
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+VARIANTS = {
+    "full": {},
+    "three layers, window": {"num_hidden_layers": 3, "layer_types": (SLIDING, FULL, SLIDING), "sliding_window": 6},
+    "causal, biases": {"is_causal": True, "attention_bias": True},
+}
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    return np.exp(x) / np.exp(x).sum()
+
+
+class DenseDFlare(reference.DenseDrafter):
+    """Every layer's context: its own mean of the taps, and its own projections."""
+
+    def context(self, layer: int, features_SF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        taps = features_SF.reshape(len(features_SF), -1, HIDDEN)
+        weights = softmax(self.weights["layer_fusion_weights"][layer])
+        fused = sum(weights[t] * taps[:, t] for t in range(taps.shape[1]))
+        hidden = reference.rms_norm(fused, self.weights["hidden_norm.weight"], self.eps)
+        prefix = f"layers.{layer}.self_attn"
+        renamed = {n.replace("_proj_target.", "_proj."): w for n, w in self.weights.items() if "_proj_target" in n}
+        own = self.layers[layer]
+        with_targets = reference.Layer(
+            renamed | {f"{prefix}.k_norm.weight": self.weights[f"{prefix}.k_norm.weight"]},
+            own.prefix, own.heads, own.kv_heads, own.eps, own.inverse,
+        )  # fmt: skip
+        return with_targets.keys_values(hidden, np.arange(len(features_SF)))
+
+
+def random_dflare(seed: int, vocab: int, **changes) -> QwenDFlareDraftModel:
+    return randomize(QwenDFlareDraftModel(draft_config(vocab, **changes)), seed, scale=2.0)
+
+
+def numpy_weights(model) -> dict[str, np.ndarray]:
+    return {name: np.array(w).astype(np.float64) for name, w in tree_flatten(model.parameters())}
+
+
+def pair(seed: int, vocab: int, **changes):
+    model = qwen3_model(seed, vocab, tied=seed % 2 == 0)
+    target, drafter = LoadedTargetModel(model), random_dflare(seed, vocab, **changes)
+    drafter.bind(target)
+    dense_target = reference.DenseTarget(numpy_weights(model), asdict(model.args))
+    return target, drafter, dense_target, DenseDFlare(numpy_weights(drafter), asdict(drafter.config), dense_target)
+
+
+def prompt_of(length: int, vocab: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, vocab, length).tolist()
+
+
+@pytest.mark.parametrize("context", [1, 7, 45])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_draft_logits_follow_the_formulas_at_any_context_length(variant, context):
+    target, drafter, dense_target, dense = pair(1, 24, **VARIANTS[variant])
+    tokens = prompt_of(context, 24)
+    outputs = dense_target(tokens)[1]
+    features = np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
+    caches, cache = target.make_cache(), drafter.make_cache()
+    for start, stop in zip([0, 1, 5, 20], [1, 5, 20, 99], strict=True):
+        piece = mx.array([tokens[start:stop]])
+        if piece.size:
+            _, piece_features = target.forward_with_hidden_states(piece, caches, drafter.target_layer_ids)
+            drafter.extend_context(piece_features, cache, piece)
+            drafter.propose(mx.array([[3]]), 2, cache)  # must leave no trace
+    proposal = drafter.propose(mx.array([[5]]), 7, cache)
+    np.testing.assert_allclose(np.array(proposal.logits[0]), dense.logits(features, 5), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("variant", "prompt", "seed"), [("full", 7, 7), ("three layers, window", 17, 3)])
+def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, prompt, seed):
+    target, drafter, dense_target, dense = pair(seed, 4, **VARIANTS[variant])
+    tokens, count = prompt_of(prompt, 4), 48
+    expected = reference.decode(dense_target, dense, tokens, count, 8)
+    assert len(set(expected.accepted)) > 2, "always right or always wrong; the comparison means nothing"
+    assert expected.lead > 2e-4, "a near tie: float32 may fall on its other side"
+    steps: list[list[int]] = []
+    decoder = DFlashSpeculativeDecoder(target, drafter)
+    ids = decoder.spec_generate(mx.array([tokens]), count, stream_callback=steps.append)
+    assert ids[0, prompt:].tolist() == expected.tokens
+    assert [len(step) for step in steps[1:]] == expected.accepted
+
+
+def test_published_files_load_by_their_names_and_what_is_saved_loads_bit_equal(tmp_path):
+    drafter = random_dflare(3, packagings.VOCAB)
+    config = json.loads(json.dumps(drafter.config.to_dict())) | {"architectures": ["QwenDFlareDraftModel"]}
+    folder = packagings.write(tmp_path / "published", config, dict(tree_flatten(drafter.parameters())))
+    loaded = load_drafter(folder)
+    assert type(loaded) is QwenDFlareDraftModel
+    assert "fc" not in loaded
+    drafts = packagings.logits(folder)
+    save_drafter(loaded, tmp_path / "again", mx.float32)
+    np.testing.assert_array_equal(packagings.logits(tmp_path / "again"), drafts)
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["architectures"] == ["QwenDFlareDraftModel"]
+
+
+# --- training ---------------------------------------------------------------------------------------------
+
+
+def own_context(w, p, layer, config, d):
+    taps = mx.array(d.features, mx.float64).reshape(len(d.tokens), -1, HIDDEN)
+    weights = mx.exp(dense_loss.log_softmax(w["layer_fusion_weights"][layer]))
+    fused = sum(weights[t] * taps[:, t] for t in range(taps.shape[1]))
+    context = dense_loss.norm(fused, w["hidden_norm.weight"], config.rms_norm_eps)
+    return context, p["self_attn.k_proj_target.weight"], p["self_attn.v_proj_target.weight"]
+
+
+def test_loss_and_gradients_equal_a_dense_float64_implementation():
+    model = randomize(QwenDFlareDraftModel(draft_config(dense_loss.VOCAB, block_size=6)), 2)
+    model.bind(dense_loss.RandomTarget(2))
+    documents, objective = dense_loss.pack_of_three(), ObjectiveSettings("mix", 0.3, dense_loss.GAMMA)
+    expected = dense_loss.dense_loss_and_gradients(model, documents, objective, own_context)
+    dense_loss.assert_equal(dense_loss.loss_and_gradients(model, documents, objective), expected)
+    own = {name for name in expected[1] if "_target" in name or "fusion" in name}
+    assert len(own) == 2 * 2 + 1
+    assert min(mx.abs(expected[1][name]).max().item() for name in own) > 1e-4, "a part does not learn"
+
+
+def test_gradients_are_the_same_where_layers_are_computed_again():
+    model = randomize(QwenDFlareDraftModel(draft_config(dense_loss.VOCAB, block_size=6)), 2)
+    model.bind(dense_loss.RandomTarget(2))
+    batch, objective = dense_loss.pad_documents(dense_loss.pack_of_three()), ObjectiveSettings()
+    steps = [partial(drafter_loss, objective=objective, grad_checkpoint=again) for again in (False, True)]
+    kept, again = (dict(tree_flatten(nn.value_and_grad(model, step)(model, batch)[1])) for step in steps)
+    for name, gradient in kept.items():
+        assert mx.allclose(gradient, again[name], rtol=1e-4, atol=1e-6).item(), name
+
+
+def test_a_new_ones_layers_read_the_taps_of_their_own_depth(tmp_path):
+    target = LoadedTargetModel(qwen3_model(1, 24))
+    shape = DrafterShape("dflare", num_hidden_layers=3, target_layer_ids=(0, 1, 2, 3), mask_token=23, seed=1)
+    model = new_drafter(shape, target)
+    assert np.array(model.layer_fusion_weights).tolist() == [[2, 0, 0, 0], [0, 0, 2, 0], [0, 0, 0, 2]]
+    assert not is_inner_matrix("layer_fusion_weights", model.layer_fusion_weights)
+    save_drafter(random_drafter(0, 24), tmp_path)
+    with pytest.raises(TrainingError, match=r"one of the kind 'dflare' cannot start: fc\.weight is not in both"):
+        new_drafter(DrafterShape("dflare", from_=str(tmp_path)), target)

@@ -6,11 +6,11 @@ of each, by its logit and how well it follows the token chosen before it. Knows 
 (z-lab's dflash 0.1.0) and these formulas; there is no paper. Must not know files, any target architecture, or what
 happens to its drafts.
 
-Shapes: B blocks, L block positions, E hidden size, S sides (before, after), T taps, G groups of channels, N drafts of
-one block or predictions of many, R rank, K candidates, V vocabulary.
+Shapes: B blocks, L block positions, E hidden size, S sides (before, after), T taps, N drafts of one block or
+predictions of many, R rank, K candidates, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +27,9 @@ from .trainable import Predictions
 
 if TYPE_CHECKING:
     from ..sampling import DrawingSampler
+
+Kernel = Sequence[mx.array]
+"""The coefficients ``[B, L, E]`` of each tap: of the row itself, of the one before it, and so on."""
 
 _OWN_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
@@ -89,22 +92,23 @@ class DynamicConvolution(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * taps * self._groups, bias=False)
         self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
 
-    def __call__(self, u_BLE: mx.array) -> tuple[mx.array, mx.array]:
-        """The kernels of both sides, each ``[B, L, T, E]``, for the rows ``u_BLE`` that enter the sublayer."""
+    def __call__(self, u_BLE: mx.array) -> tuple[Kernel, Kernel]:
+        """The kernels of both sides for the rows ``u_BLE`` that enter the sublayer."""
         sides, taps, size = self.base_kernel.shape
-        base_STGC = self.base_kernel.astype(u_BLE.dtype).reshape(sides, taps, self._groups, -1)
-        dynamic = self.kernel_projection(u_BLE).reshape(*u_BLE.shape[:2], sides, taps, self._groups, 1)
-        kernels = (base_STGC + dynamic).reshape(*u_BLE.shape[:2], sides, taps, size)
-        return kernels[:, :, 0], kernels[:, :, 1]
+        base_STE, width = self.base_kernel.astype(u_BLE.dtype), size // self._groups
+        dynamic = self.kernel_projection(u_BLE).reshape(*u_BLE.shape[:2], sides, taps, self._groups)
+
+        def kernel(side: int) -> Kernel:
+            return [base_STE[side, tap] + mx.repeat(dynamic[:, :, side, tap], width, axis=-1) for tap in range(taps)]
+
+        return kernel(0), kernel(1)
 
 
-def convolve(x_BLE: mx.array, kernel_BLTE: mx.array) -> mx.array:
-    """Row ``i`` of the result is the sum over taps ``t`` of ``kernel[i, t] * x[i - t]``, 0 before the block."""
-    length = x_BLE.shape[1]
-    total_BLE = x_BLE * kernel_BLTE[:, :, 0]
-    for tap in range(1, kernel_BLTE.shape[2]):
-        earlier_BLE = mx.pad(x_BLE, [(0, 0), (tap, 0), (0, 0)])[:, :length]
-        total_BLE = total_BLE + earlier_BLE * kernel_BLTE[:, :, tap]
+def convolve(x_BLE: mx.array, kernel: Kernel) -> mx.array:
+    """Row ``i`` of the result is the sum over taps ``t`` of ``kernel[t][i] * x[i - t]``, 0 before the block."""
+    length, total_BLE = x_BLE.shape[1], x_BLE * kernel[0]
+    for tap in range(1, len(kernel)):
+        total_BLE = total_BLE + mx.pad(x_BLE, [(0, 0), (tap, 0), (0, 0)])[:, :length] * kernel[tap]
     return total_BLE
 
 

@@ -93,7 +93,10 @@ def _plain_greedy(
     cache = target.make_cache(**cache_options)
     tokens: list[int] = []
     leads: list[float] = []
-    inputs = mx.array([prompt])
+    cache.set_in_prompt(True)
+    target.model(mx.array([prompt[:-1]]), cache=cache)
+    cache.set_in_prompt(False)
+    inputs = mx.array([prompt[-1:]])
     for _ in range(DECODED):
         logits = target.model(inputs, cache=cache)[0, -1].astype(mx.float32)
         second, best = cast(list[float], mx.sort(logits)[-2:].tolist())

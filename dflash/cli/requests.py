@@ -35,6 +35,14 @@ class Form:
             target, prompt, chat=self.chat, system=self.system, chat_template_config=self.switches or None
         )
 
+    def continuation(self, text: str, target: "LoadedTargetModel") -> list[int]:
+        """Token ids that go on within a cached message. Raises :class:`~dflash.errors.GenerationError` as above."""
+        from ..request import continuation_tokens
+
+        if self.system is not None:
+            raise GenerationError("The system prompt belongs to the beginning: give --system to dflash cache-prompt.")
+        return continuation_tokens(target, text, chat=self.chat, chat_template_config=self.switches or None)
+
 
 @dataclass(frozen=True)
 class Requests:

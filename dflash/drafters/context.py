@@ -64,6 +64,18 @@ class LayerContext:
             self._start = self._end
             self.offset += length
 
+    def rewind(self, length: int) -> None:
+        """Keep the first ``length`` tokens. A window does not get back the rows that it had dropped for later ones."""
+        self._end -= min(self.offset - length, self.held)
+        self.offset = length
+
+    def restore(self, keys_BKSD: mx.array, values_BKSD: mx.array, length: int) -> None:
+        """Begin with ``length`` tokens, of which these are the newest rows; those past ``limit`` are left out."""
+        kept = self.newest_of(keys_BKSD.shape[2])
+        self.skip(length - kept)
+        if kept:
+            self.append(keys_BKSD[..., -kept:, :], values_BKSD[..., -kept:, :])
+
     def beside(self, keys_BKLD: mx.array, values_BKLD: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values of the context and, after them, of a block, each ``[B, K, held + L, D]``.
 
@@ -122,6 +134,11 @@ class ContextCache:
         """Commit ``length`` tokens of which nothing is known; later ones keep their positions."""
         for layer in self.layers:
             layer.skip(length)
+
+    def rewind(self, length: int) -> None:
+        """Keep the first ``length`` tokens."""
+        for layer in self.layers:
+            layer.rewind(length)
 
 
 def _moved(buffer: mx.array | None, kept: slice, like: mx.array, spare: int) -> mx.array:

@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..files import flat
 
@@ -25,10 +26,15 @@ def target_fingerprint(target: "LoadedTargetModel") -> str:
     changes nothing. Of each weight some 64 values, evenly spread and as float32: fine-tuned copies have files of
     equal names and sizes, hashing gigabytes takes minutes, and half precision becomes float32 on a CPU.
     """
+    return model_fingerprint(target.model)
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """The same of any model: a target's, or a drafter."""
     total = hashlib.sha256()
-    args = getattr(target.model, "args", None)
-    total.update(json.dumps([getattr(target.model, "model_type", ""), _own_fields(args)], sort_keys=True).encode())
-    weights = dict(sorted(flat(target.model.parameters()).items()))
+    args = getattr(model, "args", None)
+    total.update(json.dumps([getattr(model, "model_type", ""), _own_fields(args)], sort_keys=True).encode())
+    weights = dict(sorted(flat(model.parameters()).items()))
     values = [w.reshape(-1)[:: max(1, w.size // _VALUES)] for w in weights.values()]
     values = [v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v for v in values]
     mx.eval(values)

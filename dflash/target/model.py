@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..adapters import TargetAdapter, detect_model_architecture, find_adapter
 from ..adapters.registry import generic_does_not_fit
 from ..errors import GenerationError
-from .caches import make_caches, quantisation_error
+from .caches import make_caches
 from .rewind import TargetCache
 from .trial import first_difference, passes
 
@@ -105,10 +105,7 @@ class LoadedTargetModel:
         self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int], rewindable: bool
     ) -> tuple[mx.array, mx.array]:
         recorder = cache.expect(tokens.shape[1], rewindable) if isinstance(cache, TargetCache) else None
-        try:
-            return self.adapter.forward(tokens, cache, layer_ids, recorder)
-        except ValueError as error:
-            raise quantisation_error(cache or [], error) or error from error
+        return self.adapter.forward(tokens, cache, layer_ids, recorder)
 
     def make_cache(self, **options: Any) -> TargetCache:
         """New, empty caches, one a layer; ``options`` as in :func:`~dflash.target.caches.make_caches`.
@@ -116,7 +113,7 @@ class LoadedTargetModel:
         Raises :class:`~dflash.errors.IncompatibleModelsError` if one of them cannot be rewound exactly, and
         :class:`~dflash.errors.GenerationError` for options that do not fit together or the model.
         """
-        return TargetCache(make_caches(self.model, **options))
+        return TargetCache(*make_caches(self.model, **options))
 
     def rewind_kv_caches(self, cache: list[Any], length: int) -> None:
         """Bring ``cache`` back to its first ``length`` tokens; only tokens of the last update may go.

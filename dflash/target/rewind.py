@@ -8,6 +8,7 @@ models, drafters or why tokens were rejected.
 was never fed the rejected tokens.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from mlx_lm.models.cache import (
 )
 
 from ..errors import GenerationError, IncompatibleModelsError
-from .caches import KeptWindowCache
+from .caches import KeptWindowCache, Quantization
 from .replay import REMEMBERED, Recorder
 
 # --- caches that can drop their newest entries ---------------------------------------------------------
@@ -51,11 +52,22 @@ def _drop_newest(cache: RotatingKVCache, rejected: int) -> None:
     assert cache.keys is not None
     assert cache.values is not None
     held = cache.keys.shape[2]
+    if cache._idx != held and cache.is_trimmable():  # single tokens, and nothing was overwritten yet
+        cache.trim(rejected)
+        return
     if cache._idx != held or held - rejected < min(cache.offset - rejected, cache.max_size):
         raise RuntimeError("A RotatingKVCache can only be rewound within its last update of several tokens.")
     cache.keys, cache.values = cache.keys[..., :-rejected, :], cache.values[..., :-rejected, :]
     cache.offset -= rejected
     cache._idx -= rejected
+
+
+def _trim_chunk(cache: ChunkedKVCache, rejected: int) -> None:
+    """Its front moves by whole blocks and never past the block being verified; further back entries are missing."""
+    kept = cache.offset - rejected
+    if cache.start_position > kept // cache.chunk_size * cache.chunk_size:
+        raise RuntimeError("A ChunkedKVCache can only be rewound to where its chunk is whole.")
+    cache.trim(rejected)
 
 
 def _each_member(cache: CacheList, rejected: int) -> None:
@@ -67,7 +79,7 @@ def _each_member(cache: CacheList, rejected: int) -> None:
 _RULES: dict[type, Callable[[Any, int], None]] = {
     KVCache: _trim,
     QuantizedKVCache: _trim,
-    ChunkedKVCache: _trim,  # its front moves by whole blocks and never past the block being verified
+    ChunkedKVCache: _trim_chunk,
     ConcatenateKVCache: _drop_concatenated,
     RotatingKVCache: _drop_newest,
     KeptWindowCache: _drop_newest,
@@ -80,27 +92,48 @@ _RULES: dict[type, Callable[[Any, int], None]] = {
 class TargetCache(list[Any]):
     """A target's caches, one a layer as mlx-lm makes them, that can be rewound.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` if one of them cannot be.
+    With a ``quantization`` they are quantised when it is time; ``length`` tokens are in them already. Raises
+    :class:`~dflash.errors.IncompatibleModelsError` if one of them cannot be rewound.
     """
 
-    def __init__(self, caches: Iterable[Any]):
+    def __init__(self, caches: Iterable[Any], quantization: Quantization | None = None, length: int = 0):
         super().__init__(caches)
         check_rewindable(self)
+        self.quantization = quantization
         self._replayed = {id(cache): cache for cache in self if _needs_replay(cache)}
         self._recorder: Recorder | None = None
-        self._fed = 0
+        self._fed = length
+        self._begun = length  # tokens before the last pass
 
     @property
     def offset(self) -> int:
         """Tokens held."""
         return next((offset for c in self if (offset := _offset(c)) is not None), self._fed)
 
+    @property
+    def longest_pass(self) -> int:
+        """Most tokens that the next pass may hold, if it is to equal single steps of mlx-lm."""
+        return sys.maxsize if self.quantization is None else self.quantization.longest_pass(self.offset)
+
+    @property
+    def ends_prompts_alone(self) -> bool:
+        """Whether the last token of a prompt needs a pass of its own, as in mlx-lm: to it the caches are others."""
+        return self.quantization is not None or any(type(cache) is KeptWindowCache for cache in self)
+
+    def set_in_prompt(self, in_prompt: bool) -> None:
+        """Say whether the next passes are those of a prompt, which mlx-lm masks otherwise in bounded caches."""
+        for cache in self:
+            if type(cache) is KeptWindowCache:
+                cache.in_prompt = in_prompt
+
     def expect(self, length: int, rewindable: bool = True) -> Recorder | None:
         """Announce a pass of ``length`` tokens; the recorder that the pass must show its layers' calls, if any.
 
         A pass that will not be rewound (a prompt) records nothing, so that it keeps no memory.
         """
-        self._fed = self.offset + length
+        self._quantize()
+        self._begun = self.offset
+        self._fed = self._begun + length
         record = rewindable and length > 1 and self._replayed
         self._recorder = Recorder(length, self._replayed) if record else None
         return self._recorder
@@ -110,19 +143,25 @@ class TargetCache(list[Any]):
 
         It holds the arrays of now: drop it before the pass is evaluated, or the caches' arrays are copied to grow.
         """
+        self._quantize()  # which replaces caches, so not within the pass
         members = [member for cache in self for member in _members(cache)]
         before = [{name: _alias(value) for name, value in vars(member).items()} for member in members]
-        fed, recorder = self._fed, self._recorder
+        fed, begun, recorder = self._fed, self._begun, self._recorder
 
         def undo() -> None:
             for member, values in zip(members, before, strict=True):
                 vars(member).update(values)
-            self._fed, self._recorder = fed, recorder
+            self._fed, self._begun, self._recorder = fed, begun, recorder
 
         return undo
 
+    def _quantize(self) -> None:
+        """Before a pass, when no token can be rewound any more; mlx-lm does so at the end of the one before."""
+        if self.quantization is not None:
+            self.quantization.apply(self, self.offset)
+
     def rewind(self, length: int) -> None:
-        """Keep the first ``length`` tokens; only tokens of the last pass may go.
+        """Keep the first ``length`` tokens; only tokens of the last pass may go, in one step or several.
 
         Raises :class:`~dflash.errors.GenerationError` if fewer tokens are held, or that pass was not recorded or
         was shorter than what would go.
@@ -133,7 +172,7 @@ class TargetCache(list[Any]):
         if rejected == 0:
             return
         calls = {} if self._recorder is None else self._recorder.calls
-        kept = 0 if self._recorder is None else self._recorder.length - rejected
+        kept = 0 if self._recorder is None else length - self._begun
         missing = next((i for i, c in enumerate(self) if id(c) in self._replayed and id(c) not in calls), None)
         if missing is not None or kept < 0:
             raise GenerationError(
@@ -146,7 +185,6 @@ class TargetCache(list[Any]):
                 calls[id(cache)].replay(kept)
             else:
                 _RULES[type(cache)](cache, rejected)
-        self._recorder = None
 
 
 def _alias(value: Any) -> Any:

@@ -1,0 +1,83 @@
+"""Cache options mean what they mean in mlx-lm: tokens equal those of plain mlx-lm with the same options."""
+
+import logging
+
+import pytest
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from support.models import ScriptedDrafter, plain_greedy, qwen3_model, target
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash.adapters.conformance import small_models
+from dflash.decode import Decoding, decode, prefill
+from dflash.errors import GenerationError
+
+NEAR_TIE = 2e-4
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+
+
+def assert_equals_plain_mlx_lm(model, prompt, options, count=60, right=0.85, changes_text=True) -> None:
+    expected, lead = plain_greedy(model, prompt, count, **options)
+    assert lead > NEAR_TIE, "a near tie: either side may choose the other token"
+    if changes_text:
+        assert expected != plain_greedy(model, prompt, count)[0], "the options change nothing; the test means nothing"
+    drafter = ScriptedDrafter(prompt + expected, 32, right)
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), drafter)
+    blocks: list[list[int]] = []
+    tokens = decoder.spec_generate(prompt, count, stop_token_ids=[], stream_callback=blocks.append, **options)
+    assert tokens.tolist() == [prompt + expected]
+    assert max(map(len, blocks)) > 3
+
+
+@pytest.mark.parametrize("bits", [8, 3])
+@pytest.mark.parametrize("start", [0, 7, 24, 41])
+def test_caches_are_quantised_when_mlx_lm_quantises_them(bits, start):
+    """Before, within and after the prompt, which comes in chunks; and in the middle of what would be a block."""
+    model = qwen3_model(4, head_dim=32)
+    options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start, "prefill_step_size": 8}
+    assert_equals_plain_mlx_lm(model, PROMPT, options, changes_text=bits == 3)
+
+
+@pytest.mark.parametrize("start", [2, 30])
+def test_a_block_ends_where_quantisation_begins(start):
+    loaded = LoadedTargetModel(qwen3_model(4, head_dim=32))
+    cache = loaded.make_cache(kv_bits=8, kv_group_size=32, quantized_kv_start=start)
+    run = Decoding(loaded, ScriptedDrafter(PROMPT, 32, 1.0))
+    state = prefill(run, PROMPT[:5], target_cache=cache)
+    kinds = {}
+    for _ in decode(run, state, 50, 16):
+        kinds[cache.offset] = {type(layer) for layer in cache}
+    # Quantised before the next pass, when nothing can be rewound any more.
+    assert all(kind == {KVCache if offset <= start else QuantizedKVCache} for offset, kind in kinds.items())
+    assert {QuantizedKVCache} in kinds.values()
+    assert start < 5 or start in kinds
+
+
+@pytest.mark.parametrize("step", [4, 2048])
+def test_a_bounded_cache_reads_a_longer_prompt_as_mlx_lm_does(step):
+    assert_equals_plain_mlx_lm(qwen3_model(2), PROMPT, {"max_kv_size": 9, "prefill_step_size": step})
+
+
+def test_max_kv_size_has_no_effect_where_a_model_chooses_its_caches(caplog):
+    options = {"max_kv_size": 9}
+    model = target("llama", 1).model
+    with caplog.at_level(logging.WARNING):
+        assert_equals_plain_mlx_lm(model, PROMPT, options, changes_text=False)
+    assert "max_kv_size has no effect: llama chooses its caches itself" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_a_model_that_mlx_lm_cannot_quantise_is_refused_before_the_first_token(name):
+    model = small_models.build(name)
+    with pytest.raises(NotImplementedError):
+        plain_greedy(model, [3, 1, 4], 2, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), ScriptedDrafter([], 32))
+    with pytest.raises(GenerationError, match=r"cannot quantise the caches of this target.*RotatingKVCache"):
+        decoder.spec_generate([3, 1, 4], 2, kv_bits=8, kv_group_size=32)
+
+
+def test_options_that_do_not_fit_together_are_refused():
+    loaded = target("qwen3", 1)
+    with pytest.raises(GenerationError, match="either bounded or quantised"):
+        LoadedTargetModel(qwen3_model(4, head_dim=32)).make_cache(max_kv_size=9, kv_bits=8, kv_group_size=32)
+    with pytest.raises(GenerationError, match="more than 4"):
+        loaded.make_cache(max_kv_size=4)

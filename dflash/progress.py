@@ -5,6 +5,7 @@ Knows tqdm. Must not know what is counted.
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -23,7 +24,8 @@ def progress(
 ) -> Iterator[T]:
     """``items``, counted from ``done`` on: a bar named ``what`` where one can be drawn, else log lines.
 
-    Lines come at level INFO, at most one every :data:`SECONDS_BETWEEN_LINES` seconds, with the expected time left.
+    Lines come at level INFO, one every :data:`SECONDS_BETWEEN_LINES` seconds whether an item is ready or not, with the
+    expected time left.
     """
     if total is None and hasattr(items, "__len__"):
         total = done + len(items)  # type: ignore[arg-type]
@@ -43,15 +45,25 @@ def draws_bars() -> bool:
 
 
 def _with_lines(items: Iterable[T], what: str, total: int | None, done: int) -> Iterator[T]:
-    start = told = time.monotonic()
-    for count, item in enumerate(items, 1):
-        yield item
-        now = time.monotonic()
-        if now - told >= SECONDS_BETWEEN_LINES:
-            told = now
-            left = (
-                ""
-                if total is None
-                else f" of {total}, about {(now - start) / count * (total - done - count):.0f} s left"
-            )
-            logger.info("%s: %d%s", what, done + count, left)
+    """A thread tells the count by the clock: where items take minutes, a log shows that the work goes on."""
+    begin, new, over = time.monotonic(), 0, threading.Event()
+
+    def tell() -> None:
+        while not over.wait(SECONDS_BETWEEN_LINES):
+            logger.info(_line(what, new, done, total, time.monotonic() - begin))
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        for item in items:
+            yield item
+            new += 1
+    finally:
+        over.set()
+
+
+def _line(what: str, new: int, done: int, total: int | None, seconds: float) -> str:
+    """How far the work is, ``new`` items in so many ``seconds``, and when it will be over if that can be told."""
+    count = f"{what}: {done + new}" + ("" if total is None else f" of {total}")
+    if not new:
+        return f"{count}, {seconds:.0f} s after the start"
+    return count if total is None else f"{count}, about {seconds / new * (total - done - new):.0f} s left"

@@ -1,4 +1,4 @@
-"""``dflash prepare`` and ``dflash data``: from prompts to a dataset that the target wrote, and what is in it.
+"""``dflash prompts``, ``prepare`` and ``data``: from prompts to a dataset that the target wrote, and what is in it.
 
 Knows options, files and what to print. Must not know how anything is computed. Mounted by ``cli``.
 """
@@ -52,6 +52,50 @@ HeldoutAtLeast = Annotated[
 ]
 Dataset = Annotated[Path, typer.Argument(metavar="FOLDER", help="A dataset of dflash prepare.")]
 SplitName = Annotated[Literal["train", "heldout"] | None, typer.Option(help="Only this split. Default: both.")]
+
+
+@app.command()
+def prompts(
+    output: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="The file to write.")],
+    count: Annotated[int, typer.Option(metavar="N", help="How many different requests.")],
+    target: Target = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a request; one that goes on is dropped.")] = 256,
+    temp: Annotated[float, typer.Option(help="Temperature; must be greater than 0.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Never draw tokens less probable than this part of the best one's.")
+    ] = 0.02,
+    seed: RunSeed = 0,
+    begin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Words to begin requests with, in turn; '' for none. Repeatable."),
+    ] = None,
+    system: System = None,
+    batch_size: Annotated[int, typer.Option(help="Requests written at a time.")] = 64,
+    round_size: Annotated[int, typer.Option(help="Requests sampled together; a kill loses one round.")] = 256,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Let a target make up requests, where there is no data.
+
+    The target is given its chat template up to where the user would speak, and
+    goes on as a user would (Magpie, arXiv:2406.08464). Requests that repeat
+    another, do not end by themselves or are no text are dropped. Stopped or
+    killed, the same command continues to the same file; with a higher --count
+    it adds more.
+
+    Examples:
+
+    dflash prompts --target Qwen/Qwen3-0.6B --count 5000 --output prompts.jsonl
+
+    dflash prompts --count 100 --output code.jsonl --begin "" --begin "Write a Python function"
+    """
+    from ..training.data.self_prompts import PromptSettings, write_prompts
+
+    begins = ("",) if not begin else tuple(begin)
+    settings = PromptSettings(max_tokens, temp, min_p, seed, batch_size, round_size, begins, system)
+    counts = write_prompts(_load(target, trust_remote_code), count, output, settings)
+    made = counts.pop("requests")
+    print(", ".join(f"{name} {number}" for name, number in counts.items()))
+    print(f"{made} requests are in {output}. Next: dflash prepare {output} DATA")
 
 
 @app.command()

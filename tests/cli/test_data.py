@@ -1,9 +1,11 @@
 """``dflash prepare`` and ``dflash data``: what they print, and one line of error for what cannot be done."""
 
 import json
+import logging
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,24 @@ def test_ctrl_c_keeps_finished_files_and_the_same_command_continues(target_folde
     assert (tmp_path / "made/shards/000000.safetensors").exists()
     assert invoke_prepare(data, tmp_path, target_folder, *options).exit_code == 0
     assert tree(tmp_path / "made") == tree(tmp_path / "quiet/made")
+
+
+def test_a_log_without_a_terminal_shows_that_the_target_is_still_writing(target_folder, tmp_path, monkeypatch, caplog):
+    answer_rows = preparing.answer_rows
+
+    def slow(*rows):
+        begin = time.monotonic()
+        while "responses: 0 of 6, " not in caplog.text and time.monotonic() < begin + 10:
+            time.sleep(0.001)
+        return answer_rows(*rows)
+
+    monkeypatch.setattr("dflash.progress.SECONDS_BETWEEN_LINES", 0.005)
+    monkeypatch.setattr(preparing, "answer_rows", slow)
+    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(6)))
+    with caplog.at_level(logging.INFO):
+        assert invoke_prepare(data, tmp_path, target_folder, "--max-tokens", "5").exit_code == 0
+    assert "responses: 0 of 6, 0 s after the start" in caplog.text
+    assert re.search(r"shard 0: 30 response tokens, \d+ a second", caplog.text)
 
 
 ALMOST_FULL = """

@@ -10,6 +10,7 @@ versions: elsewhere logits round differently, and two tokens that nearly tie can
 
 import logging
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -177,6 +178,7 @@ def _written(
 ) -> Iterator[None]:
     """Write shards, with a step for every sequence."""
     for number, conversations, rows in work:
+        begin = time.monotonic()
         examples: dict[int, Example] = {}
         for i, tokens, loss_mask in answer_rows(rows, target, settings, f"shard {number}"):
             if loss_mask.sum() >= SHORTEST_RESPONSE:
@@ -184,6 +186,8 @@ def _written(
                 examples[i] = Example(tokens, loss_mask, opening_digest(conversations[i]), text)
             yield
         write_shard(folder, number, [examples[i] for i in sorted(examples)])
+        count = sum(int(example.loss_mask.sum()) for example in examples.values())
+        logger.info("shard %d: %d response tokens, %.0f a second", number, count, count / (time.monotonic() - begin))
 
 
 def _as_text(conversation: Conversation, row: Row, tokens: Ints, target: LoadedTargetModel) -> dict[str, Any]:

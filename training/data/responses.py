@@ -8,8 +8,10 @@ is decoded.
 Shapes: R rows of a batch, L length, S draft tokens, E hidden size.
 """
 
+import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,13 +37,16 @@ def generate_responses(
     max_tokens: Sequence[int],
     batch: int = 64,
     sampler: Callable[[mx.array], mx.array] | None = None,
+    shared_prefix: int = 0,
 ) -> Iterator[tuple[int, list[int]]]:
     """Number of a prompt and the target's response, each as soon as it is complete.
 
     A response ends with its stop token, unless it was cut at its ``max_tokens``. Decoding is greedy without a
     ``sampler``. The same prompts in the same batches give the same responses; with a sampler that draws from MLX's
-    random state, from the same seed.
+    random state, from the same seed. All prompts must begin with the same ``shared_prefix`` tokens; these are read
+    once.
     """
+    caches = [_read_prefix(model, prompts[0][:shared_prefix])] if shared_prefix else []
     generator = BatchGenerator(
         model,
         stop_tokens=[[stop] for stop in sorted(stops)],
@@ -50,7 +55,11 @@ def generate_responses(
         prefill_batch_size=min(batch, 32),
     )
     try:
-        uids = generator.insert([list(prompt) for prompt in prompts], list(max_tokens))
+        uids = generator.insert(
+            [list(prompt[shared_prefix:]) for prompt in prompts],
+            list(max_tokens),
+            [copy.deepcopy(cache) for cache in caches * len(prompts)] or None,
+        )
         numbers = {uid: i for i, uid in enumerate(uids)}
         written: list[list[int]] = [[] for _ in prompts]
         while responses := generator.next_generated():
@@ -61,6 +70,13 @@ def generate_responses(
                     yield number, written[number]
     finally:
         generator.close()
+
+
+def _read_prefix(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
+    """A cache in which ``tokens`` have been read."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([list(tokens)]), cache=cache), [layer.state for layer in cache])
+    return cache
 
 
 def accepted_prefixes(

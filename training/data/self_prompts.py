@@ -1,0 +1,268 @@
+"""Requests that a target makes up itself, so that a drafter needs no data.
+
+Knows chat templates, sampling, and which requests are worth asking. Must not know the command line, or responses.
+
+An instruct model that is given its chat template up to where the user would speak goes on as a user would (Magpie,
+arXiv:2406.08464). The requests are sampled in rounds. A round's randomness comes from the seed and its number alone,
+and whole rounds are added to the file, so that a killed run continues to the same bytes.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from dflash import LoadedTargetModel
+from dflash.errors import CheckpointError, DataError
+from dflash.files import exclusive_lock, read_json, write_json
+from dflash.progress import progress
+from dflash.request import DecodeOptions
+from dflash.target.identity import target_fingerprint
+
+from .chat import MARK
+from .dataset import json_line
+from .responses import generate_responses, require_batches
+
+FRUITLESS_ROUNDS = 20
+"""Rounds without a new request after which the target counts as unable to make up more."""
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """How requests are made up. ``round_size`` are sampled from one seed, ``batch_size`` of them at a time.
+
+    Tokens less probable than ``min_p`` of the most probable one are never drawn: what a small model says in its
+    worst moments is no request. (Nucleus sampling would sort the vocabulary for every token.)
+    ``begins`` are words that requests begin with; each is used in turn, and an empty one leaves the target free.
+    ``system`` takes the place of the template's own system prompt. Raises :class:`~dflash.errors.DFlashError` for
+    values out of range.
+    """
+
+    max_tokens: int = 256
+    temp: float = 1.0
+    min_p: float = 0.02
+    seed: int = 0
+    batch_size: int = 64
+    round_size: int = 256
+    begins: tuple[str, ...] = ("",)
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "batch_size", "round_size"):
+            if getattr(self, name) < 1:
+                raise DataError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.temp <= 0:
+            raise DataError(f"temp must be greater than 0, got {self.temp}: greedy requests would all be the same.")
+        self.decoding  # noqa: B018 - it checks its values
+
+    @property
+    def decoding(self) -> DecodeOptions:
+        """How the target writes."""
+        return DecodeOptions(self.max_tokens, temp=self.temp, min_p=self.min_p, seed=self.seed)
+
+
+def write_prompts(target: LoadedTargetModel, count: int, path: Path, settings: PromptSettings) -> dict[str, int]:
+    """Write ``count`` different requests to the JSONL file ``path``, or what is left of them.
+
+    Returns how many ``requests`` there are, how many were ``sampled``, and how many of these were dropped and why.
+    The folder ``PATH.work`` beside the file holds what resuming needs; with a higher ``count`` more are added.
+
+    Raises :class:`~dflash.errors.DataError` if the target has no chat template, the file was begun with other
+    settings or another target, or the target makes up nothing new any more.
+    """
+    if count < 1:
+        raise DataError(f"count must be at least 1, got {count}.")
+    settings.decoding.check_vocabulary(target.vocab_size)
+    prefix, stops = user_turn(target, settings.system)
+    require_batches(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive_lock(path.with_name(path.name + ".work")):
+        state, requests = _resume(path, target, settings)
+        there = len(requests)
+        new = _new_requests(target, prefix, stops, count, path, settings, state, requests)
+        for _ in progress(new, "requests", count, done=there):
+            pass
+    counts = {name: getattr(state, name) for name in ("sampled", "unfinished", "unsuitable", "repeated")}
+    return {"requests": max(there, count)} | counts
+
+
+def user_turn(target: LoadedTargetModel, system: str | None = None) -> tuple[list[int], frozenset[int]]:
+    """Tokens up to where the user speaks, and those that end what the user says.
+
+    Raises :class:`~dflash.errors.DataError` where the chat template does not show them.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise DataError("Only a target with a chat template can make up requests; give prompts of your own.")
+    messages = [{"role": "user", "content": MARK}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    before, mark, after = text.partition(MARK)
+    if not mark:
+        raise DataError("The target's chat template does not show what the user says; give prompts of your own.")
+    prefix = tokenizer.encode(before, add_special_tokens=False)
+    end = tokenizer.encode(after, add_special_tokens=False)[:1]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return list(prefix), target.stop_token_ids() | (set(end) & special)
+
+
+# --- rounds -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _State:
+    """What was made so far: the file's size, and ``surplus`` requests of the last round that were not asked for."""
+
+    rounds: int = 0
+    bytes: int = 0
+    sampled: int = 0
+    unfinished: int = 0
+    unsuitable: int = 0
+    repeated: int = 0
+    surplus: list[str] = field(default_factory=list)
+
+
+def _new_requests(
+    target: LoadedTargetModel,
+    prefix: list[int],
+    stops: frozenset[int],
+    count: int,
+    path: Path,
+    settings: PromptSettings,
+    state: _State,
+    requests: list[str],
+) -> Iterator[str]:
+    """Add rounds to the file until it holds ``count`` requests; ``requests`` are those in it."""
+    there, fruitless = len(requests), 0
+    known = {_key(request) for request in requests + state.surplus}
+    begun = _description(target, settings)
+    while there < count:
+        if not state.surplus:
+            found = _sample_round(target, prefix, stops, settings, state.rounds)
+            state.surplus = list(_kept(found, known, state))
+            state.rounds, state.sampled = state.rounds + 1, state.sampled + len(found)
+        fruitless = 0 if state.surplus else fruitless + 1
+        if fruitless == FRUITLESS_ROUNDS:
+            raise DataError(
+                f"The target made up no new request in {fruitless * settings.round_size} trials; {path} holds "
+                f"{there}. Take fewer, a higher temperature, or other beginnings."
+            )
+        added, state.surplus = state.surplus[: count - there], state.surplus[count - there :]
+        _append(path, added)
+        state.bytes = path.stat().st_size
+        write_json(_state_path(path), {"begun": begun, "state": asdict(state)})
+        there += len(added)
+        yield from added
+
+
+def _kept(found: list[str | None], known: set[str], state: _State) -> Iterator[str]:
+    """The requests to keep; ``known`` and the counts of ``state`` follow."""
+    for request in found:
+        if request is None:
+            state.unfinished += 1
+        elif unsuitable(request):
+            state.unsuitable += 1
+        elif _key(request) in known:
+            state.repeated += 1
+        else:
+            known.add(_key(request))
+            yield request
+
+
+def _sample_round(
+    target: LoadedTargetModel, prefix: list[int], stops: frozenset[int], settings: PromptSettings, number: int
+) -> list[str | None]:
+    """One round's requests in order; ``None`` where the target did not come to an end."""
+    mx.random.seed(int.from_bytes(hashlib.sha256(f"{settings.seed} round {number}".encode()).digest()[:8], "big"))
+    begins = [settings.begins[i % len(settings.begins)] for i in range(settings.round_size)]
+    tokens = {begin: target.tokenizer.encode(begin, add_special_tokens=False) for begin in settings.begins}
+    written: list[str | None] = [None] * len(begins)
+    for i, response in generate_responses(
+        target.model,
+        [[*prefix, *tokens[begin]] for begin in begins],
+        stops,
+        [settings.max_tokens] * len(begins),
+        settings.batch_size,
+        settings.decoding.build_sampler(),
+        shared_prefix=len(prefix) - 1,
+    ):
+        if response[-1] in stops:
+            written[i] = target.tokenizer.decode([*tokens[begins[i]], *response[:-1]]).strip()
+    return written
+
+
+# --- what is worth asking -----------------------------------------------------------------------------------
+
+SHORTEST, FEWEST_WORDS, FEWEST_DIFFERENT = 12, 3, 0.4
+_NOT_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ufffd\ue000-\uf8ff]|<\|")
+
+
+def unsuitable(request: str) -> bool:
+    """Whether a request is too short, holds what is not text, or says the same words over and over."""
+    words = request.casefold().split()
+    return (
+        len(request) < SHORTEST
+        or len(words) < FEWEST_WORDS
+        or len(set(words)) < FEWEST_DIFFERENT * len(words)
+        or _NOT_TEXT.search(request) is not None
+    )
+
+
+def _key(request: str) -> str:
+    """Equal for requests that differ in case, signs and spaces only."""
+    return re.sub(r"\W+", " ", request.casefold()).strip()
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def _resume(path: Path, target: LoadedTargetModel, settings: PromptSettings) -> tuple[_State, list[str]]:
+    """The state of a file that may have been begun, and the requests in it; what a killed round left is removed."""
+    now = _description(target, settings)
+    if not path.exists():
+        write_json(_state_path(path), {"begun": now, "state": asdict(_State())})
+        path.touch()
+        return _State(), []
+    try:
+        saved = read_json(_state_path(path))
+        state, begun = _State(**saved["state"]), saved["begun"]
+    except (CheckpointError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is there, but {_state_path(path).name} beside it does not say how it was made; "
+            "choose another name, or remove the file."
+        ) from error
+    other = next((name for name, value in now.items() if begun.get(name) != value), None)
+    if other is not None:
+        what = "with another target" if other == "target" else f"with {other} {begun.get(other)}, not {now[other]}"
+        raise DataError(f"{path} was begun {what}; give the same command as then, or choose another name.")
+    if path.stat().st_size < state.bytes:
+        raise DataError(f"{path} is shorter than it was; remove it and give the same command again.")
+    os.truncate(path, state.bytes)
+    return state, _read(path)
+
+
+def _description(target: LoadedTargetModel, settings: PromptSettings) -> dict[str, Any]:
+    return {"target": target_fingerprint(target), **asdict(settings), "begins": list(settings.begins)}
+
+
+def _state_path(path: Path) -> Path:
+    return path.with_name(path.name + ".work") / "state.json"
+
+
+def _read(path: Path) -> list[str]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line)["prompt"] for line in file]
+
+
+def _append(path: Path, requests: list[str]) -> None:
+    with path.open("ab") as file:
+        file.write("".join(json_line({"prompt": request}) for request in requests).encode())
+        file.flush()
+        os.fsync(file.fileno())

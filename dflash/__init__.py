@@ -13,6 +13,7 @@ from .errors import DFlashError as DFlashError
 if TYPE_CHECKING:
     from .adapters import TargetAdapter as TargetAdapter
     from .adapters import register_adapter as register_adapter
+    from .drafters.autoregressive import is_draft_model_compatible as is_draft_model_compatible
     from .drafters.checkpoint import load_drafter as load_drafter
     from .drafters.checkpoint import save_drafter as save_drafter
     from .drafters.config import DFlashConfig as DFlashConfig
@@ -24,11 +25,14 @@ if TYPE_CHECKING:
     from .generate import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
     from .policy import Policy as Policy
     from .policy import register_policy as register_policy
+    from .profile import Profile as Profile
+    from .prompt_cache import PromptCache as PromptCache
     from .request import DecodeOptions as DecodeOptions
     from .sampling import register_logits_processor as register_logits_processor
     from .sampling import register_sampler as register_sampler
     from .target import LoadedTargetModel as LoadedTargetModel
     from .target import load_target as load_target
+    from .trace import TraceFile as TraceFile
     from .verify import Verified as Verified
     from .verify import register_verify as register_verify
 
@@ -41,9 +45,13 @@ _MODULE_OF = {
     "Drafter": "drafters.protocol",
     "LoadedTargetModel": "target",
     "Policy": "policy",
+    "Profile": "profile",
+    "PromptCache": "prompt_cache",
     "Proposal": "drafters.protocol",
     "TargetAdapter": "adapters",
+    "TraceFile": "trace",
     "Verified": "verify",
+    "is_draft_model_compatible": "drafters.autoregressive",
     "load_drafter": "drafters.checkpoint",
     "load_target": "target",
     "register_adapter": "adapters",

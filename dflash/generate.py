@@ -17,17 +17,20 @@ import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
-from .decode import Block, DecodeState, Decoding, decode, prefill
+from .decode import Block, DecodeState, Decoding, decode, feed, prefill
 from .drafters.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
 from .errors import DFlashError, GenerationError, IncompatibleModelsError
 from .policy import Policy
+from .profile import Profile
+from .prompt_cache import PromptCache
 from .request import DecodeOptions, Prompt, decode_options, prompt_tokens, require_count, token_row
 from .sampling import set_random_state
 from .target import LoadedTargetModel, TargetCache, load_target
 from .text import TextStream
 from .threads import threads_for
+from .trace import Recorder, TokenTexts, inspect, recording
 
 PAIR = Path(__file__).parent / "pair"
 """The bundled models: ``PAIR / "target"`` and ``PAIR / "drafter"``."""
@@ -56,6 +59,7 @@ class DFlashResponse:
         generation_tps: Tokens after the first per second since the first; 0 while there is only one.
         peak_memory: Peak memory of the process's MLX arrays in GB.
         finish_reason: ``"stop"``, ``"length"``, or ``None`` before the end.
+        profile: Where the time went; in the last response of a request with ``profile=True``.
     """
 
     text: str
@@ -68,6 +72,7 @@ class DFlashResponse:
     generation_tps: float
     peak_memory: float
     finish_reason: str | None = None
+    profile: Profile | None = None
 
 
 class DFlashSpeculativeDecoder:
@@ -109,7 +114,10 @@ class DFlashSpeculativeDecoder:
         decode_options(options)
         if isinstance(target_model, LoadedTargetModel):
             loaded = LoadedTargetModel(
-                target_model.model, tokenizer or target_model.tokenizer, adapter or target_model.adapter
+                target_model.model,
+                tokenizer or target_model.tokenizer,
+                adapter or target_model.adapter,
+                target_model.folder,
             )
         else:
             loaded = LoadedTargetModel(target_model, tokenizer, adapter)
@@ -124,6 +132,7 @@ class DFlashSpeculativeDecoder:
         self.options = options
         self.threads = threads_for(loaded, self.block_size)
         self._policies: dict[str, Policy] = {}
+        self._texts = TokenTexts(loaded.tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -222,7 +231,7 @@ class DFlashSpeculativeDecoder:
             self.loaded_target, prompt, chat=chat, system=system, chat_template_config=chat_template_config
         )
         steps = self._steps(tokens, wanted)
-        return self._respond(tokens, steps, TextStream(self.tokenizer.detokenizer, wanted.stop_strings or ()))
+        return self._recorded(tokens, wanted, steps, TextStream(self.tokenizer.detokenizer, wanted.stop_strings or ()))
 
     def spec_generate(
         self,
@@ -241,8 +250,10 @@ class DFlashSpeculativeDecoder:
         """
         given = {"max_tokens": max_new_tokens, "temperature": temperature, "stop_token_ids": stop_token_ids}
         wanted = self._request_options(given | options)
-        if wanted.stop_strings:
-            raise GenerationError("spec_generate knows token ids only; use stream_generate for stop_strings.")
+        if wanted.stop_strings or wanted.watched:
+            raise GenerationError(
+                "spec_generate knows token ids only; use stream_generate for stop_strings, trace and profile."
+            )
         prompt = token_row(input_ids)
         tokens = list(prompt)
         for step in self._steps(prompt, wanted):
@@ -265,7 +276,34 @@ class DFlashSpeculativeDecoder:
             raise GenerationError(f"The prompt holds token ids outside 0 to {vocab_size - 1}.")
         max_tokens = options.token_limit(len(prompt), self.max_seq_length)
         cache = self.loaded_target.make_cache(**options.cache_options)  # refuses options that do not fit the model
+        if options.prompt_cache is not None:
+            options.prompt_cache.check_models(self.loaded_target, self.draft_model)
         return self._decode(prompt, max_tokens, options, cache)
+
+    def make_prompt_cache(self, **options: Any) -> PromptCache:
+        """A new, empty prompt cache, for ``prompt_cache=`` of requests; ``options`` as the decoder's own.
+
+        Raises :class:`~dflash.errors.GenerationError` for cache options that do not fit the model.
+        """
+        return PromptCache(self.loaded_target, self.draft_model, **self._request_options(options).cache_options)
+
+    def load_prompt_cache(self, path: str | Path) -> PromptCache:
+        """A prompt cache from a file, ours or mlx-lm's; errors as in :meth:`PromptCache.load`."""
+        return PromptCache.load(path, self.loaded_target, self.draft_model)
+
+    def cache_prompt(self, prompt: Prompt, prompt_cache: PromptCache, **template: Any) -> None:
+        """Read a beginning of prompts into ``prompt_cache``, all of its tokens.
+
+        A text or messages end within their last message, so that a request can go on there. ``template`` are ``chat``,
+        ``system`` and ``chat_template_config`` of :meth:`stream_generate`, whose errors it raises.
+        """
+        tokens = prompt_tokens(self.loaded_target, prompt, opening=True, **template)
+        step_size = self._request_options({}).prefill_step_size
+        if prompt_cache.begin([*tokens, 0], prompt_cache.target_cache.quantization) < len(tokens):
+            caches = prompt_cache.target_cache, prompt_cache.draft_cache
+            with wired_limit(self.target_model):
+                feed(self.loaded_target, self.draft_model, tokens, *caches, step_size)
+        prompt_cache.end(tokens, len(tokens))
 
     def _policy(self, options: DecodeOptions) -> Policy:
         """One instance a name: what a policy learned of this machine serves the next request too."""
@@ -290,23 +328,44 @@ class DFlashSpeculativeDecoder:
             options.verify_rule(),
             options.build_processors(),
             self._policy(options),
+            inspect=None if options.trace is None else inspect,
+            wait=options.profile,
         )
         stops = target.stop_token_ids() if options.stop_token_ids is None else frozenset(options.stop_token_ids)
         # On Metal, keeps the weights resident; elsewhere nothing. On the CPU, the quickest number of BLAS threads.
         with wired_limit(self.target_model), self.threads.in_use() as decides:
-            state = prefill(run, prompt, options.prefill_step_size, cache)
+            kept, caches = options.prompt_cache, (cache, None)
+            if kept is not None:
+                kept.begin(prompt, cache.quantization)
+                caches = kept.target_cache, kept.draft_cache
+            state = prefill(run, prompt, options.prefill_step_size, *caches)
             blocks = decode(run, state, max_tokens, self.block_size)
-            for block in chain([_first_block(state)], self.threads.watch(blocks) if decides else blocks):
-                tokens = _through_stop(block.tokens, stops)
-                generated += len(tokens)
-                finish = "stop" if tokens[-1] in stops else "length" if generated == max_tokens else None
-                if finish is not None and block.random_states:  # what was drawn past the end was not
-                    set_random_state(block.random_states[len(tokens) - 1])
-                yield _Step(tokens, block, finish)
-                if finish is not None:
-                    return
+            try:
+                for block in chain([_first_block(state)], self.threads.watch(blocks) if decides else blocks):
+                    tokens = _through_stop(block.tokens, stops)
+                    generated += len(tokens)
+                    finish = "stop" if tokens[-1] in stops else "length" if generated == max_tokens else None
+                    if finish is not None and block.random_states:  # what was drawn past the end was not
+                        set_random_state(block.random_states[len(tokens) - 1])
+                    yield _Step(tokens, block, finish, run.policy.why() if options.watched else {})
+                    if finish is not None:
+                        return
+            finally:
+                blocks.close()  # plain steps hand over to the drafter what they kept for it
+                if kept is not None:
+                    kept.end(state.tokens, len(prompt) + generated)
 
-    def _respond(self, prompt: list[int], steps: Iterator["_Step"], text: TextStream) -> Iterator[DFlashResponse]:
+    def _recorded(
+        self, prompt: list[int], options: DecodeOptions, steps: Iterator["_Step"], text: TextStream
+    ) -> Iterator[DFlashResponse]:
+        about = {"block_size": self.block_size, "parts_apart": options.profile, "options": options.given()}
+        models = {"target": self.loaded_target.model, "drafter": self.draft_model}
+        with recording(options.trace, options.profile, self._texts, prompt, models, about) as recorder:
+            yield from self._respond(prompt, steps, text, recorder)
+
+    def _respond(
+        self, prompt: list[int], steps: Iterator["_Step"], text: TextStream, recorder: Recorder | None
+    ) -> Iterator[DFlashResponse]:
         start = time.perf_counter()
         prompt_seconds, generated = 0.0, 0
         for step in steps:
@@ -322,6 +381,9 @@ class DFlashSpeculativeDecoder:
                 finish = "stop" if text.stopped else finish
                 tokens += step.tokens[-1:] if ended and not text.stopped else []
             generated += len(tokens)
+            if recorder is not None:
+                said = {"pieces": text.segments, "text": piece, "finish_reason": finish}
+                recorder.block(step.block, step.tokens, step.why, said)
             yield DFlashResponse(
                 text=piece,
                 tokens=tokens,
@@ -333,6 +395,7 @@ class DFlashSpeculativeDecoder:
                 generation_tps=max(generated - 1, 0) / max(time.perf_counter() - start, 1e-9),
                 peak_memory=mx.get_peak_memory() / 1e9,
                 finish_reason=finish,
+                profile=recorder.profile if recorder is not None and finish is not None else None,
             )
             if finish is not None:
                 return
@@ -345,6 +408,7 @@ class _Step:
     tokens: list[int]
     block: Block
     finish_reason: str | None
+    why: Mapping[str, float]
 
 
 def _first_block(state: DecodeState) -> Block:

@@ -59,7 +59,7 @@ class PromptCache:
         self.draft_cache = drafter.make_cache()
 
     def check_models(self, target: LoadedTargetModel, drafter: Drafter) -> None:
-        """Raise :class:`~dflash.errors.IncompatibleModelsError` unless the cache is that of ``target`` and ``drafter``."""
+        """Raise :class:`~dflash.errors.IncompatibleModelsError` unless these are the models that the cache is of."""
         if self.target.model is not target.model or self.drafter is not drafter:
             raise IncompatibleModelsError(
                 "The prompt cache belongs to another decoder; use make_prompt_cache or load_prompt_cache of this one."

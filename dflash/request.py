@@ -5,17 +5,20 @@ Knows prompts, the names and ranges of options, and the target's tokenizer. Must
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.sample_utils import make_logits_processors
 
 from . import speculative as _registers_its_rule  # noqa: F401
 from .errors import GenerationError, did_you_mean, one_line
-from .policy import POLICIES, Fixed, Policy
+from .policy import POLICIES, Adaptive, Fixed, Policy
+from .prompt_cache import PromptCache
 from .registry import Registry
 from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler
 from .target import LoadedTargetModel
@@ -31,6 +34,7 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: float32 could not hold the scaled log-probabilities."""
 
 T = TypeVar("T")
+_WATCHING = ("trace", "profile", "prompt_cache")
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,23 @@ class DecodeOptions:
         verify: The verification rule, or the name of a registered one: ``"first_mismatch"`` or
             ``"speculative_sampling"``, both exact, or one's own.
         policy: How many drafts each block verifies: ``"full"`` (all), a number, ``"adaptive"`` (what commits most
-            tokens per second here; the drafter sleeps where it does not pay), the name of a registered policy, or a
-            :class:`~dflash.policy.Policy` of one's own. It never changes the text.
+            tokens per second here; the drafter sleeps where it does not pay), the name of a registered policy, a file
+            of costs (``.json``) that an adaptive one saved, or a :class:`~dflash.policy.Policy` of one's own. It never
+            changes the text.
         stop_strings: The text ends before the first of these; matched across token boundaries.
         stop_token_ids: Tokens that end the answer; ``None``: the target's own.
-        max_kv_size: Bound the target's caches to this many tokens, the first four always kept.
-        kv_bits: Quantise the keys and values of full attention to this many bits.
+        max_kv_size: Bound the target's caches to this many tokens, the first four always kept. As in mlx-lm, without
+            effect on models that choose their caches themselves.
+        kv_bits: Quantise keys and values to this many bits, as mlx-lm does: after the pass with which the caches hold
+            ``quantized_kv_start`` tokens.
         kv_group_size: Numbers per scale of the quantised keys and values.
+        quantized_kv_start: Tokens in the caches from which on they are quantised.
+        prompt_cache: What was read already: a :class:`~dflash.PromptCache`, which holds prompt and answer afterwards.
+            It never changes the text, and only the rest of the prompt is read.
         prefill_step_size: Tokens of the prompt in one pass.
+        trace: Gets a record of every block (:mod:`dflash.trace`): a path of a JSONL file, or a function of one record,
+            such as ``list.append`` or a :class:`~dflash.TraceFile`. It never changes the text.
+        profile: Wait for the device after every part of a block, and let the last response tell where the time went.
 
     Raises :class:`~dflash.errors.GenerationError`, naming the option, for a value out of range.
     """
@@ -92,7 +105,11 @@ class DecodeOptions:
     max_kv_size: int | None = None
     kv_bits: int | None = None
     kv_group_size: int = 64
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
+    prompt_cache: PromptCache | None = None
     prefill_step_size: int = 2048
+    trace: Callable[[dict[str, Any]], object] | str | Path | None = None
+    profile: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -108,8 +125,19 @@ class DecodeOptions:
             require_count(f"{name}_context_size", getattr(self, f"{name}_context_size"), 1)
         check_logit_bias(self.logit_bias)
         require_count("prefill_step_size", self.prefill_step_size, 1)
+        require_count("quantized_kv_start", self.quantized_kv_start, 0)
         check_stop_strings(self.stop_strings)
         check_stop_tokens(self.stop_token_ids)
+        if not isinstance(self.prompt_cache, PromptCache | None):
+            raise GenerationError(
+                "prompt_cache must be what make_prompt_cache or load_prompt_cache of the decoder returns, "
+                f"got {type(self.prompt_cache).__name__}."
+            )
+        if not (self.trace is None or callable(self.trace) or isinstance(self.trace, str | Path)):
+            raise GenerationError(
+                f"trace must be the path of a file or a function of one record, got {type(self.trace).__name__}; "
+                "records.append puts them into a list."
+            )
         if self.sampler is not None and (self.temp or self.top_p or self.min_p or self.top_k):
             raise GenerationError("Give either a sampler, or temperature, top_p, min_p and top_k, not both.")
         if isinstance(self.logits_processors, str) or callable(self.logits_processors):
@@ -150,16 +178,31 @@ class DecodeOptions:
         """The policy asked for, a new one where it was asked for by name."""
         policy = self.policy
         if isinstance(policy, str):
-            policy = POLICIES.get(policy)()
+            policy = Adaptive.load(policy) if policy.endswith(".json") else POLICIES.get(policy)()
         elif not isinstance(policy, Policy):
             require_count("policy", policy, 0)
             policy = Fixed(policy)
         return policy
 
     @property
+    def watched(self) -> bool:
+        """Whether somebody wants to know what each block did."""
+        return self.trace is not None or self.profile
+
+    def given(self) -> dict[str, Any]:
+        """The options that differ from the defaults, ``trace`` and ``profile`` apart."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: v for name, (v, default) in values.items() if v != default and name not in _WATCHING}
+
+    @property
     def cache_options(self) -> dict[str, Any]:
         """The options of :meth:`~dflash.target.LoadedTargetModel.make_cache`."""
-        return {"max_kv_size": self.max_kv_size, "kv_bits": self.kv_bits, "kv_group_size": self.kv_group_size}
+        return {
+            "max_kv_size": self.max_kv_size,
+            "kv_bits": self.kv_bits,
+            "kv_group_size": self.kv_group_size,
+            "quantized_kv_start": self.quantized_kv_start,
+        }
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise :class:`~dflash.errors.GenerationError` for what does not fit ``vocab_size`` tokens."""
@@ -214,6 +257,7 @@ def prompt_tokens(
     chat: bool = True,
     system: str | None = None,
     chat_template_config: Mapping[str, Any] | None = None,
+    opening: bool = False,
 ) -> list[int]:
     """Token ids of ``prompt``; text and messages go through the target's chat template.
 
@@ -223,6 +267,7 @@ def prompt_tokens(
         chat: ``False`` takes a text as it stands.
         system: The system prompt, put before the prompt.
         chat_template_config: Switches of the chat template, such as ``{"enable_thinking": False}``.
+        opening: End within the last message, rather than where its answer begins.
 
     Raises :class:`~dflash.errors.GenerationError` for an empty or malformed prompt, and where an option needs a
     chat template that is not used.
@@ -239,9 +284,13 @@ def prompt_tokens(
         why = "the target's tokenizer has none" if chat else "the prompt is to be taken as it stands"
         raise GenerationError(f"Messages, system and chat_template_config need the chat template, and {why}.")
     messages = _checked_messages(prompt, system)
+    if opening:
+        config |= {"add_generation_prompt": False, "continue_final_message": True}
     with _quiet_about_length():
         try:
-            if templated:
+            if templated and opening:
+                tokens = target.tokenizer.apply_chat_template(messages, **config)
+            elif templated:
                 tokens = target.adapter.chat_tokens(target.tokenizer, messages, **config)
             else:
                 tokens = target.tokenizer.encode(prompt)
@@ -252,6 +301,28 @@ def prompt_tokens(
             "The tokenizer makes no tokens of this text; is there a tokenizer.json in the target's folder?"
         )
     return list(tokens)
+
+
+def continuation_tokens(
+    target: LoadedTargetModel,
+    text: str,
+    *,
+    chat: bool = True,
+    chat_template_config: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids that go on within a user's message that is cached: ``text``, and what the chat template puts after it.
+
+    Tokens never join across the seam. Raises :class:`~dflash.errors.GenerationError` as :func:`prompt_tokens`.
+    """
+    prompt_tokens(target, text, chat=chat, chat_template_config=chat_template_config)  # refuses what cannot be
+    if not chat or not target.tokenizer.has_chat_template:
+        return list(target.tokenizer.encode(text, add_special_tokens=False))
+    messages = _checked_messages(text, None)
+    config = {"add_generation_prompt": True, "tokenize": False} | _checked_config(chat_template_config)
+    whole = target.tokenizer.apply_chat_template(messages, **config)
+    if text not in whole:
+        raise GenerationError("The chat template changes this text, so that it cannot follow a prompt cache.")
+    return list(target.tokenizer.encode(whole[whole.rindex(text) :], add_special_tokens=False))
 
 
 def token_row(tokens: Sequence[int] | mx.array) -> list[int]:

@@ -5,10 +5,12 @@ Knows options, streams and what to print. Must not know how anything is computed
 
 import json
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import DFlashError
 from . import options
 from .requests import Form, Requests
 
@@ -50,7 +52,22 @@ def generate(
     logits_processor: options.ProcessorNames = None,
     draft_bits: options.DraftBits = None,
     draft_window: options.DraftWindow = None,
+    prompt_cache_file: options.PromptCacheFile = None,
+    max_kv_size: options.MaxKvSize = None,
+    kv_bits: options.KvBits = None,
+    kv_group_size: options.KvGroupSize = 64,
+    quantized_kv_start: options.QuantizedKvStart = 5000,
     trust_remote_code: options.TrustRemoteCode = False,
+    show_blocks: Annotated[
+        bool, typer.Option("--show-blocks", help="Colour the text: accepted drafts, the target's own tokens.")
+    ] = False,
+    show_rejected: Annotated[
+        bool, typer.Option("--show-rejected", help="As --show-blocks, and show the drafts that were rejected.")
+    ] = False,
+    trace: options.TraceTo = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Show where the time went, and which verify lengths were chosen.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Answer one request.
@@ -64,26 +81,47 @@ def generate(
     dflash generate "Hello" --target T --drafter D --temp 0.8 --seed 1 --json
     dflash generate "Hello" --system "Answer in French."
     dflash generate "Hello" --chat-template-config '{"enable_thinking": false}'
+    dflash generate "Who is the thief?" --prompt-cache-file book.safetensors
+    dflash generate "Count to ten." --show-rejected --profile --trace count.jsonl
     """
+    from ..trace import TraceFile, together
+    from .blocks import ColouredText, print_profile
+
+    if as_json and (show_blocks or show_rejected):
+        raise DFlashError("--show-blocks colours text, and --json prints none; leave one of them out.")
     text = options.prompt_text(prompt, keep_ends=not chat)
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
     processors = tuple(logits_processor or ())
     sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy)
     decoder = options.load_decoder(target, drafter, block_size, trust_remote_code, draft_bits, draft_window)
-    tokens = form.tokens(text, decoder.loaded_target)
+    caching = options.caching(max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    if prompt_cache_file is None:
+        tokens = form.tokens(text, decoder.loaded_target)
+    else:
+        caching["prompt_cache"] = cache = decoder.load_prompt_cache(prompt_cache_file)
+        tokens = cache.tokens + form.continuation(text, decoder.loaded_target)
     options.set_seed(seed)
+    coloured = ColouredText(show_rejected) if show_blocks or show_rejected else None
     responses = []
-    for response in decoder.stream_generate(tokens, max_tokens, temp, stop, **sampling.for_dflash()):
-        responses.append(response)
-        if not as_json:
-            options.show(response.text)
+    with ExitStack() as stack:
+        names = {"target": options.path_or_bundled(target), "drafter": options.path_or_bundled(drafter)}
+        file = None if trace is None else stack.enter_context(TraceFile(trace, **names))
+        watching: dict[str, Any] = {"trace": together(file, coloured), "profile": profile}
+        for response in decoder.stream_generate(
+            tokens, max_tokens, temp, stop, **sampling.for_dflash(), **caching, **watching
+        ):
+            responses.append(response)
+            if not as_json and coloured is None:
+                options.show(response.text)
     result = generation(len(tokens), responses)
     if as_json:
         print(json.dumps(result))
         return
     print(flush=True)
     print(speed_line(result), file=sys.stderr)
+    if responses and responses[-1].profile is not None:
+        print_profile(responses[-1].profile)
 
 
 def generation(prompt_tokens: int, responses: list["DFlashResponse"]) -> dict[str, Any]:
@@ -104,7 +142,7 @@ def generation(prompt_tokens: int, responses: list["DFlashResponse"]) -> dict[st
         "generation_tps": last.generation_tps if last else 0.0,
         "peak_memory": last.peak_memory if last else 0.0,
         "finish_reason": last.finish_reason if last else "length",
-    }
+    } | ({"profile": last.profile.to_dict()} if last and last.profile else {})
 
 
 def speed_line(result: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from ..errors import DataError, DFlashError
 if TYPE_CHECKING:
     from ..generate import DFlashSpeculativeDecoder
 
-BUNDLED, NGRAM = "bundled", "ngram"
+BUNDLED, NGRAM, COMBINED = "bundled", "ngram", "ngram+"
 MAX_TOKENS = 512
 LARGEST_SEED = 2**64 - 1
 
@@ -75,7 +75,10 @@ Target = Annotated[
 DrafterName = Annotated[
     str | None,
     typer.Option(
-        "--drafter", metavar="PATH|HUB", help="The drafter for the target; ngram needs no training.", callback=not_empty
+        "--drafter",
+        metavar="PATH|HUB",
+        help="The drafter for the target; ngram needs no training, ngram+PATH copies where the text repeats.",
+        callback=not_empty,
     ),
 ]
 DrafterNames = Annotated[
@@ -83,7 +86,7 @@ DrafterNames = Annotated[
     typer.Option(
         "--drafter",
         metavar="PATH|HUB",
-        help="A drafter for the target; repeatable, to compare several. Also: bundled, ngram.",
+        help="A drafter for the target; repeatable, to compare several. Also: bundled, ngram, ngram+PATH.",
         callback=not_empty,
     ),
 ]
@@ -167,6 +170,31 @@ ProcessorNames = Annotated[
         callback=not_empty,
     ),
 ]
+TraceTo = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE.jsonl", help="Record what each block did, for `dflash report` and studies."),
+]
+MaxKvSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Bound the target's caches to this many tokens. As in mlx-lm, without effect on models that choose their "
+        "caches themselves, such as those with sliding windows."
+    ),
+]
+KvBits = Annotated[
+    int | None,
+    typer.Option(help="Quantise the target's keys and values to this many bits, once there are --quantized-kv-start."),
+]
+KvGroupSize = Annotated[int, typer.Option(help="Keys and values that share one scale: 32, 64 or 128.")]
+QuantizedKvStart = Annotated[int, typer.Option(help="With --kv-bits: tokens in the caches before they are quantised.")]
+PromptCacheFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Go on from this prompt (dflash cache-prompt, mlx_lm.cache_prompt) within its message.",
+        callback=not_empty,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -241,6 +269,15 @@ def caching(
 # --- decoders ------------------------------------------------------------------------------------------
 
 
+def drafter_name(name: str) -> str:
+    """What :func:`~dflash.load_drafter` takes: ``bundled``, after ``ngram+`` too, is the bundled drafter's folder."""
+    from ..generate import PAIR
+
+    combined = COMBINED if name.startswith(COMBINED) else ""
+    rest = name.removeprefix(combined)
+    return combined + (str(PAIR / "drafter") if rest == BUNDLED else rest)
+
+
 def load_decoder(
     target: str | None,
     drafter: str | None,
@@ -255,10 +292,9 @@ def load_decoder(
     """
     from ..generate import PAIR, DFlashSpeculativeDecoder
 
-    if target is None and drafter in (BUNDLED, NGRAM):
+    if target is None and drafter in (BUNDLED, NGRAM, COMBINED + BUNDLED):
         target = str(PAIR / "target")
-    if drafter == BUNDLED:
-        drafter = str(PAIR / "drafter")
+    drafter = None if drafter is None else drafter_name(drafter)
     asked: dict[str, Any] = {"draft_bits": draft_bits, "draft_window": draft_window}
     if block_size is not None:
         asked["block_size"] = block_size
@@ -281,11 +317,11 @@ def load_decoders(
     first, *others = drafters
     decoders = {first: load_decoder(target, first, block_size, trust_remote_code, draft_bits, draft_window)}
     if others:
-        from ..generate import PAIR, DFlashSpeculativeDecoder, load_drafter
+        from ..generate import DFlashSpeculativeDecoder, load_drafter
 
         asked: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
         for name in others:
-            drafter = load_drafter(PAIR / "drafter" if name == BUNDLED else name, draft_bits, draft_window)
+            drafter = load_drafter(drafter_name(name), draft_bits, draft_window)
             decoders[name] = DFlashSpeculativeDecoder(decoders[first].loaded_target, drafter, **asked)
     return decoders
 

@@ -5,6 +5,7 @@ Knows caches, features and prompts. Must not know files, drafters or the decode 
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -29,13 +30,20 @@ class LoadedTargetModel:
         tokenizer: mlx-lm's wrapper or a Hugging Face tokenizer; ``None`` where only token ids are used.
         adapter: Found by the model's ``model_type`` when ``None``. A generic adapter is tried on a few short
             passes first.
+        folder: The files that it was loaded from, if it was.
 
     Raises :class:`~dflash.errors.IncompatibleModelsError` for an architecture that has no adapter and that the
     generic one does not fit.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None, adapter: TargetAdapter | None = None):
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        adapter: TargetAdapter | None = None,
+        folder: Path | None = None,
+    ):
+        self.model, self.folder = model, folder
         self.adapter = adapter or find_adapter(model)
         wrapped = tokenizer is None or isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = tokenizer if wrapped else TokenizerWrapper(tokenizer)

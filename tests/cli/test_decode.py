@@ -232,3 +232,35 @@ def test_the_demo_takes_a_request_of_ones_own_and_checks_nothing(monkeypatch, tm
 
 def test_the_demo_says_so_when_no_request_suits(monkeypatch, tmp_path):
     assert_one_error(demo_with(monkeypatch, tmp_path, "def f(): short", long_function()), "No request is answered")
+
+
+# --- prompt caches ------------------------------------------------------------------------------------
+
+
+def test_a_cached_prompt_is_continued_within_its_message(pair, tmp_path):
+    file = tmp_path / "cache.safetensors"
+    kept = invoke("cache-prompt", "Read this: abc. ", *pair, "--prompt-cache-file", file)
+    assert kept.exit_code == 0, kept.output
+    assert re.match(rf"{re.escape(str(file))}: \d+ tokens, ", kept.stdout)
+    options = [*pair, "--max-tokens", "12", "--json"]
+    whole = json.loads(invoke("generate", "Read this: abc. What?", *options).stdout)
+    ours = json.loads(invoke("generate", "What?", *options, "--prompt-cache-file", file).stdout)
+    assert (ours["tokens"], ours["prompt_tokens"]) == (whole["tokens"], whole["prompt_tokens"])
+    raw = [*options, "--raw"]
+    invoke("cache-prompt", "Read", *pair, "--raw", "--prompt-cache-file", file)
+    ours = json.loads(invoke("generate", " this", *raw, "--prompt-cache-file", file).stdout)
+    assert ours["tokens"] == json.loads(invoke("generate", "Read this", *raw).stdout)["tokens"]
+    assert_one_error(invoke("generate", "a", *pair, "--prompt-cache-file", tmp_path / "no"), "Cannot read the prompt")
+    assert_one_error(
+        invoke("generate", "a", *pair, "--prompt-cache-file", file, "--system", "s"), "give --system to dflash cache"
+    )
+    assert_one_error(invoke("cache-prompt", "a", *pair, "--prompt-cache-file", tmp_path / "x.txt"), "safetensors file")
+
+
+def test_cache_options_reach_the_target(pair):
+    short = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "20", "--max-kv-size", "8", "--json").stdout)
+    assert (
+        short["tokens"] != json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "20", "--json").stdout)["tokens"]
+    )
+    assert_one_error(invoke("generate", "Hi", *pair, "--kv-bits", "5"), "kv_bits must be 2, 3, 4, 6 or 8")
+    assert_one_error(invoke("generate", "Hi", *pair, "--kv-bits", "8"), "kv_group_size 64 does not divide")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
+    ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
@@ -192,3 +193,30 @@ def test_a_window_written_in_place_is_not_rewound():
     caches = rewind.TargetCache([cache])
     with pytest.raises((DFlashError, RuntimeError), match="last update"):
         caches.rewind(caches.offset - 1)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_window_that_has_dropped_nothing_goes_back_any_way(count):
+    """Over many updates, also of single tokens, which are written in place."""
+    cache = RotatingKVCache(64)
+    for start, stop in ((0, 6), (6, 7), (7, 8), (8, 20), (20, 21)):
+        append(cache, range(start, stop), salt=int(start > 8))
+    rewind.TargetCache([cache]).rewind(9)
+    append(cache, range(9, 10))
+    rewind.TargetCache([cache]).rewind(7)
+    fresh = committed_only(partial(RotatingKVCache, 64), 7, 7)
+    for ours, theirs in zip(handed_to_attention(cache, count), handed_to_attention(fresh, count), strict=True):
+        np.testing.assert_array_equal(ours[0], theirs[0])
+        np.testing.assert_array_equal(ours[1], theirs[1])
+
+
+def test_a_chunked_cache_goes_back_to_where_its_chunk_is_whole():
+    cache = ChunkedKVCache(8)
+    append(cache, range(21))
+    cache.maybe_trim_front()  # the first 13 tokens are gone; those of the chunk 8 to 15 are not whole any more
+    append(cache, range(21, 24))
+    caches = rewind.TargetCache([cache])
+    caches.rewind(16)
+    assert cache.offset == 16
+    with pytest.raises(RuntimeError, match="where its chunk is whole"):
+        caches.rewind(15)

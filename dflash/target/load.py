@@ -45,7 +45,7 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
     to_compute_dtype(model)
     mx.eval(model.parameters())  # what is left lazy could only be computed in this thread
     _check_weights(model, path)
-    return LoadedTargetModel(model, tokenizer)
+    return LoadedTargetModel(model, tokenizer, folder=path)
 
 
 def load_target_model(path_or_model: str | Path | nn.Module, tokenizer: Any = None) -> LoadedTargetModel:

@@ -66,7 +66,7 @@ _KEYS_BY_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 _ARCHITECTURES = (
     (r"Gemma4.*DSpark", _GEMMA), (r"DeepseekV4|DSV4", _MLA),
-    (r"Qwen3_?5.*DSpark", _GATED), (r"Domino", _DOMINO), (r"Eagle", "an Eagle drafter"),
+    (r"Qwen3_?[5-9].*DSpark", _GATED), (r"Domino", _DOMINO), (r"Eagle", "an Eagle drafter"),
     (r"MTP|NextN", "a multi-token-prediction head"),
     (r"Medusa", "Medusa heads"), (r"Laguna", _NORMS),
 )  # fmt: skip

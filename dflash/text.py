@@ -22,21 +22,25 @@ class TextStream:
         self._released = 0  # characters before it
         self._waiting: list[tuple[int, int]] = []  # tokens that are not decided yet, each with where its text begins
         self.stopped = False
+        self.segments: list[str] = []  # text of each token of the last `add`; after `finish` the rest is in the last
 
     def add(self, tokens: Iterable[int]) -> tuple[str, list[int]]:
         """Text and tokens that became certain with ``tokens``; nothing once a stop string was found."""
-        segment = ""
+        segment, self.segments = "", []
         for token in tokens:  # read after each: mlx-lm's naive detokenizer forgets a half character after a newline
             begin = self._released + len(self._held) + len(segment) + self._spaces_kept_back()
             self._waiting.append((token, begin))
             self._detokenizer.add_token(token)
-            segment += self._detokenizer.last_segment
+            self.segments.append(self._detokenizer.last_segment)
+            segment += self.segments[-1]
         return self._release(segment)
 
     def finish(self) -> tuple[str, list[int]]:
         """The rest of text and tokens after the last token."""
         self._detokenizer.finalize()
-        return self._release(self._detokenizer.last_segment, last=True)
+        rest = self._detokenizer.last_segment
+        self.segments = [*self.segments[:-1], "".join([*self.segments[-1:], rest])]
+        return self._release(rest, last=True)
 
     def _spaces_kept_back(self) -> int:
         """Spaces already added that mlx-lm's detokenizer of byte-level tokens shows with the next token only."""

@@ -86,7 +86,9 @@ def print_profile(profile: "Profile") -> None:
     for k, use in sorted(profile.lengths.items()):
         means = use.means()
         own = (f"{means['accepted']:.2f}", f"{means['committed']:.2f}", f"{1000 * means['seconds']:.2f}")
-        lengths.add_row(str(k), str(use.blocks), *own, *(f"{means[name]:.4g}" if name in means else "" for name in expected))
+        lengths.add_row(
+            str(k), str(use.blocks), *own, *(f"{means[name]:.4g}" if name in means else "" for name in expected)
+        )
     if profile.plain_steps:
         ms = 1000 * profile.seconds["plain"] / profile.plain_steps
         lengths.add_row("asleep", str(profile.plain_steps), "", "1", f"{ms:.2f}")

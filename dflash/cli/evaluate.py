@@ -5,6 +5,7 @@ Knows options, files and what to print. Must not know how anything is measured. 
 
 import json
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,6 +51,7 @@ def evaluate(
     draft_bits: options.DraftBits = None,
     draft_window: options.DraftWindow = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    trace: options.TraceTo = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Score a drafter on a file of prompts by decoding: acceptance length, and acceptance by position.
@@ -65,6 +67,7 @@ def evaluate(
     asked = dict(locals())
     from ..bench import HELDOUT
     from ..bench.environment import environment
+    from ..trace import TraceFile
 
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
@@ -76,11 +79,15 @@ def evaluate(
     fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, max_tokens)
     options.set_seed(seed)
     options.show_progress()
-    parts, interrupted = _parts(decoder, [p.tokens for p in fitting], max_tokens, sampling)
+    with ExitStack() as stack:
+        names = {"target": options.path_or_bundled(target), "drafter": options.path_or_bundled(drafter)}
+        watching = {} if trace is None else {"trace": stack.enter_context(TraceFile(trace, **names))}
+        parts, interrupted = _parts(decoder, [p.tokens for p in fitting], max_tokens, sampling, watching)
     settings = {name: value for name, value in asked.items() if name != "as_json"} | {
         "target": options.path_or_bundled(target),
         "drafter": options.path_or_bundled(drafter),
         "prompts": requests.identity(),
+        "trace": trace and str(trace),
     }
     about = {"settings": settings, "environment": environment(), "complete": not (interrupted or left_out)}
     _show(parts, decoder.draft_model.block_size, about | {"left_out": left_out}, as_json)
@@ -90,15 +97,14 @@ def evaluate(
 
 
 def _parts(
-    decoder: Any, prompts: list[list[int]], max_tokens: int, sampling: options.Sampling
+    decoder: Any, prompts: list[list[int]], max_tokens: int, sampling: options.Sampling, watching: dict[str, Any]
 ) -> tuple[list["Acceptance"], bool]:
     """Counts of each prompt that was answered, and whether Ctrl-C came before the last."""
     from ..progress import progress
     from ..training.evaluate import measure_each
 
-    each = measure_each(
-        decoder.loaded_target, decoder.draft_model, prompts, max_tokens, sampling.temp, **sampling.for_dflash()
-    )
+    asked = sampling.for_dflash() | watching
+    each = measure_each(decoder.loaded_target, decoder.draft_model, prompts, max_tokens, sampling.temp, **asked)
     parts: list[Acceptance] = []
     try:
         for part in progress(each, "eval", len(prompts)):

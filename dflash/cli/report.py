@@ -1,0 +1,42 @@
+"""``dflash report``: traces as one page to look at.
+
+Knows options, files and what to print. Must not know what is on the page. Mounted by ``cli``.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def report(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE.jsonl...", help="Files of --trace.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE.html", help="Where to write the page.")
+    ] = Path("report.html"),
+    texts: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Prompts whose answers are shown; plots are of all.")
+    ] = 8,
+) -> None:
+    """Show traces as one page: text by blocks, what each model thought, and plots. It needs no network.
+
+    Answers of several traces to the same prompt stand side by side. Needs
+    pandas, which the extra "study" brings.
+
+    Examples:
+
+    dflash generate "Count to ten." --trace count.jsonl
+    dflash report count.jsonl
+    dflash eval mine --trace mine.jsonl && dflash eval theirs --trace theirs.jsonl
+    dflash report mine.jsonl theirs.jsonl -o both.html
+    """
+    from ..files import atomic_write
+    from ..study.report import report as page
+    from ..study.traces import read_traces
+
+    html = page(read_traces(*traces), texts)
+    atomic_write(output, lambda file: file.write_text(html, encoding="utf-8"))
+    print(f"{output} ({len(html.encode()) / 1000:.0f} kB)")

@@ -1,0 +1,155 @@
+"""The report of traces: one file, no network, readable with a keyboard and on a phone; read in a headless browser."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from support.browser import BROWSER, run_in_page
+from support.cli import assert_one_error, invoke
+from support.models import TEXT_VOCAB, random_drafter, target, wrapped_tokenizer, writer
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, TraceFile
+from dflash.trace import read_records
+
+ANSWER = "one <b>two</b> three & four </script> five six seven eight nine ten eleven twelve"
+PROMPT = [65, 66]
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on this machine")
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory) -> list[Path]:
+    """Two drafters on the same prompt; one has logits."""
+    folder = tmp_path_factory.mktemp("traces")
+    often, logits = folder / "often.jsonl", folder / "random.jsonl"
+    with TraceFile(often, drafter="scripted") as file:
+        writer(ANSWER, PROMPT, p=0.8).generate(PROMPT, trace=file)
+    loaded = LoadedTargetModel(writer(ANSWER, PROMPT).target_model, wrapped_tokenizer())
+    drafter = random_drafter(3, TEXT_VOCAB, hidden_size=TEXT_VOCAB, num_target_layers=1, target_layer_ids=(0,))
+    DFlashSpeculativeDecoder(loaded, drafter).generate(PROMPT, trace=logits)
+    return [often, logits]
+
+
+@pytest.fixture(scope="module")
+def page(traces, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    result = invoke("report", *traces, "-o", path)
+    assert result.exit_code == 0, result.output
+    assert re.fullmatch(r".*report.html \(\d+ kB\)\n", result.stdout, re.S)
+    return path
+
+
+class _Tags(HTMLParser):
+    def __init__(self, text: str):
+        super().__init__()
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href", "srcset", "action", "poster")]
+
+
+def test_the_page_refers_to_nothing_outside(page):
+    text = page.read_text()
+    assert _Tags(text).links == ["data:,"]
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org)|fetch\(|XMLHttpRequest|import\(", text)
+
+
+def test_a_report_of_256_tokens_is_small(tmp_path):
+    loaded = LoadedTargetModel(target("qwen3", 1, TEXT_VOCAB).model, wrapped_tokenizer())
+    decoder = DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB, block_size=16))
+    decoder.generate([65, 66, 67], max_tokens=256, trace=tmp_path / "a.jsonl")  # a block for almost every token
+    records = list(read_records(tmp_path / "a.jsonl"))
+    assert sum(len(r["tokens"]) for r in records[1:]) == 256
+    assert invoke("report", tmp_path / "a.jsonl", "-o", tmp_path / "a.html").exit_code == 0
+    assert (tmp_path / "a.html").stat().st_size < 1_000_000
+
+
+@pytest.mark.parametrize("arguments", [("--texts", "0"), ("nothing.jsonl",)])
+def test_what_cannot_be_shown_is_one_line(traces, tmp_path, arguments):
+    result = invoke(
+        "report", *([traces[0]] if arguments[0] == "--texts" else []), *arguments, "-o", tmp_path / "x.html"
+    )
+    assert result.exit_code in (1, 2)
+    assert not (tmp_path / "x.html").exists()
+    if result.exit_code == 1:
+        assert_one_error(result, "nothing.jsonl")
+
+
+@needs_browser
+def test_the_texts_stand_side_by_side_as_they_were_written(page, tmp_path):
+    found = run_in_page(
+        page,
+        """const read = (node) => { const copy = node.cloneNode(true);
+             copy.querySelectorAll('.tail').forEach((n) => n.remove()); return copy.textContent; };
+           const boxes = [...document.querySelectorAll('.text')];
+           return {texts: boxes.map(read), tops: boxes.map((b) => b.getBoundingClientRect().top),
+                   names: [...document.querySelectorAll('.sides h4')].map((n) => n.textContent),
+                   plots: document.querySelectorAll('svg[role=img][aria-label]').length};""",
+        tmp_path,
+    )
+    assert found["texts"] == [ANSWER, ANSWER]
+    assert found["names"] == ["often", "random"]
+    assert found["tops"][0] == found["tops"][1]
+    assert found["plots"] == 4
+
+
+@needs_browser
+def test_a_block_tells_its_drafts_when_it_is_pointed_at_focused_or_clicked(page, traces, tmp_path):
+    _, *blocks = read_records(traces[1])
+    texts: dict[str, str] = {}
+    for block in blocks[:3]:
+        texts |= block["texts"]
+    expected = [texts[str(token)].replace("\n", "⏎") or "·" for token in blocks[2]["drafts"]]
+    found = run_in_page(
+        page,
+        """const place = document.getElementById('text1-block2'), detail = document.getElementById('detail');
+           const read = () => ({heading: (detail.querySelector('h3') || {}).textContent,
+             drafts: [...detail.querySelectorAll('tbody tr')].map((r) => r.children[1].firstChild.textContent),
+             shown: !detail.classList.contains('empty')});
+           const fire = (node, name, more) => node.dispatchEvent(new KeyboardEvent(name, {bubbles: true, ...more}));
+           const seen = {first: read()};
+           place.dispatchEvent(new MouseEvent('mouseover', {bubbles: true})); seen.hover = read();
+           document.getElementById('text1-block0').focus(); seen.focus = read();
+           fire(document.activeElement, 'keydown', {key: 'ArrowRight'});
+           fire(document.activeElement, 'keydown', {key: 'ArrowRight'});
+           seen.arrows = [document.activeElement.id, document.activeElement.tabIndex, read()];
+           fire(document.activeElement, 'keydown', {key: 'Enter'});
+           seen.pressed = place.getAttribute('aria-pressed');
+           document.getElementById('text1-block0').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}));
+           seen.chosen = read();
+           fire(document.activeElement, 'keydown', {key: 'Escape'}); seen.escaped = read();
+           place.click(); seen.clicked = read();
+           detail.querySelector('button.close').click(); seen.closed = read();
+           seen.tabStops = document.querySelectorAll('.block[tabindex="0"]').length;
+           return seen;""",
+        tmp_path,
+    )
+    heading = f"random, block 2: {blocks[2]['accepted']} of {blocks[2]['verified']} checked drafts accepted"
+    shown = {"heading": heading, "drafts": expected, "shown": True}
+    assert not found["first"]["shown"]
+    assert found["hover"] == shown == found["chosen"] == found["clicked"]
+    assert found["focus"]["heading"] == "random, block 0: the prompt's own pass"
+    assert found["arrows"] == ["text1-block2", 0, shown]
+    assert found["pressed"] == "true"
+    assert (found["escaped"]["shown"], found["closed"]["shown"]) == (False, False)
+    assert found["tabStops"] == 2  # one a text; the arrow keys do the rest
+
+
+@needs_browser
+def test_on_a_phone_nothing_is_wider_than_the_screen_and_a_tap_opens_a_sheet(page, tmp_path):
+    found = run_in_page(
+        page,
+        """const rejected = document.getElementById('show-rejected'); rejected.click();
+           const tail = getComputedStyle(document.querySelector('.tail:not(.key)')).display;
+           document.getElementById('text0-block1').click();
+           const detail = document.getElementById('detail');
+           return {width: document.documentElement.scrollWidth, screen: innerWidth, tail,
+                   at: getComputedStyle(detail).position,
+                   bottom: detail.getBoundingClientRect().bottom - innerHeight};""",
+        tmp_path,
+        width=500,  # the least that the browser gives a window
+    )
+    assert found["width"] <= found["screen"] <= 500
+    assert found["tail"] == "inline"
+    assert (found["at"], found["bottom"]) == ("fixed", 0)

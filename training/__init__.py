@@ -7,7 +7,8 @@
 5. ``loop``: from a loss to weights, in a run that can be stopped at any moment.
 6. ``evaluate`` and ``export``: acceptance by decoding; the published format.
 
-``recipe`` says what a run is made of and ``train`` carries it out. Public names load on first use.
+``recipe`` says what a run is made of and ``train`` carries it out; ``pipeline`` does all stages. Public names load on
+first use.
 """
 
 from importlib import import_module

@@ -33,6 +33,7 @@ from .batches import Batches, Blocks, trainable
 from .data.dataset import MANIFEST, dataset_fingerprint, read_manifest, shard_sizes
 from .data.sequences import Ints, Sequences, pad_batch, plan_batches
 from .drafters.loss import Batch
+from .quick_layers import forward_hidden
 from .recipe import DataSettings
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def _computed(
     starts = sequences.starts
     for rows in plan:
         tokens_NS = mx.array(pad_batch(sequences, rows, starts)[0])
-        hidden, features = target.forward_hidden(tokens_NS, None, manifest["layer_ids"])
+        hidden, features = forward_hidden(target, tokens_NS, manifest["layer_ids"])
         arrays = [features, hidden] if "hidden" in manifest["arrays"] else [features]
         finite = mx.stack([mx.isfinite(array).all() for array in arrays]).all()
         mx.eval(arrays, finite)
@@ -236,7 +237,7 @@ def with_target_pass(
 
     def batch(number: int) -> Batch:
         tokens, loss_mask, anchors = batches(number)
-        hidden, features = target.forward_hidden(tokens, None, layer_ids)
+        hidden, features = forward_hidden(target, tokens, layer_ids)
         made = Batch(tokens, loss_mask, anchors, features, hidden if with_hidden else None)
         mx.eval(made)
         return made

@@ -28,6 +28,7 @@ from .drafters.init import new_drafter
 from .drafters.loss import Batch, drafter_loss
 from .loop.clock import duration
 from .memory import machine_memory, training_memory
+from .quick_layers import forward_hidden
 from .recipe import DataSettings, DrafterShape, Recipe, RunSettings
 from .settings import settings_help, to_dict
 from .train import drafter_dtype
@@ -161,7 +162,7 @@ def _trial(recipe: Recipe, target: LoadedTargetModel, model: Any) -> float:
     dtype = drafter_dtype(target)
 
     def target_pass() -> mx.array:
-        return target.forward_hidden(tokens, None, model.target_layer_ids)[1]
+        return forward_hidden(target, tokens, model.target_layer_ids)[1]
 
     features = target_pass()
     batch = Batch(tokens, mx.ones((1, length), mx.bool_), anchors, features)
@@ -181,6 +182,14 @@ def _fastest(function: Any, *arguments: Any) -> float:
         mx.eval(function(*arguments))
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
+
+
+def training_seconds(recipe: Recipe, target: LoadedTargetModel) -> float:
+    """Seconds that a recipe with a dataset will about take, without evaluations, from a short measurement."""
+    sequences = open_dataset(recipe.data.folder, "train", target)
+    batches = recipe.run.batches_per_step * (recipe.run.steps or 0)
+    batches = batches or len(Batches(sequences, recipe.data, recipe.run.epochs))
+    return batches * _trial(recipe, target, new_drafter(recipe.drafter, target))
 
 
 def _time_line(recipe: Recipe, batch_seconds: float, sequences: Sequences | None) -> str:

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import DFlashError, one_line
-from . import adapters, bench, data, decode, evaluate, imports, prompt_cache, quantize, report, study, training
+from . import adapters, bench, data, decode, evaluate, fit, imports, prompt_cache, quantize, report, study, training
 
 LONGEST_ERROR = 2000  # characters
 
@@ -66,7 +66,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for room in (decode, prompt_cache, bench, evaluate, imports, data, training, study, report, quantize):
+for room in (decode, prompt_cache, bench, evaluate, imports, data, fit, training, study, report, quantize):
     app.add_typer(room.app)  # without a name: its commands stand beside each other
 app.add_typer(adapters.app, name="adapters")
 

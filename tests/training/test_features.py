@@ -92,14 +92,14 @@ def test_a_run_ends_with_the_same_weights_with_and_without_the_cache(name, kind,
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_cached_arrays_are_bit_for_bit_what_the_target_computed_in_its_dtype(dtype, tmp_path, monkeypatch):
-    passes, real = [], LoadedTargetModel.forward_hidden
+    passes, real = [], fc.forward_hidden
 
     def recorded(target, tokens, *others):
         hidden, features = real(target, tokens, *others)
         passes.append((tokens, (features, hidden)))
         return hidden, features
 
-    monkeypatch.setattr(LoadedTargetModel, "forward_hidden", recorded)
+    monkeypatch.setattr(fc, "forward_hidden", recorded)
     it = made(tmp_path, dtype=dtype)
     computed = {tuple(t.tolist()): [a[i] for a in p] for tokens, p in passes for i, t in enumerate(tokens)}
     cached = fc.CachedFeatures(it.folder, it.wanted)
@@ -152,7 +152,7 @@ def test_a_killed_run_goes_on_with_the_missing_files_to_the_same_bytes(tmp_path,
     it = made(tmp_path)
     whole = files(it.folder)
     shutil.rmtree(it.folder)
-    calls, real = [], LoadedTargetModel.forward_hidden
+    calls, real = [], fc.forward_hidden
 
     def killed(target, tokens, *others):
         if tokens.shape != (1, 1):  # that one finds out widths and dtypes
@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_with_the_missing_files_to_the_same_bytes(tmp_path,
             raise KeyboardInterrupt
         return real(target, tokens, *others)
 
-    monkeypatch.setattr(LoadedTargetModel, "forward_hidden", killed)
+    monkeypatch.setattr(fc, "forward_hidden", killed)
     with pytest.raises(KeyboardInterrupt):
         it.write()
     there = set(files(it.folder))

@@ -11,6 +11,7 @@ Shapes: R rows of a batch, L length, S draft tokens, E hidden size.
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -22,9 +23,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from dflash import LoadedTargetModel
 from dflash.errors import DataError
 
+from ..quick_layers import forward_hidden, model_to_write_with
 from .chat import Row
 from .plan import PrepareSettings, longest_sequence
 from .sequences import Ints, Sequences, pad_batch, plan_batches
+
+_SHORTEST_PREFIX = 8
+"""Tokens of a template that are read once for all prompts, such as those of a system prompt."""
 
 _POSITIONS_PER_PASS = 512
 """Positions whose logits are computed at a time: with a large vocabulary a whole response's would not fit."""
@@ -95,7 +100,7 @@ def accepted_prefixes(
     starts = sequences.starts
     for rows in plan_batches(sequences.lengths, batch_tokens, seed=0):
         tokens_RL, _ = pad_batch(sequences, rows, starts)
-        hidden_RLE, _ = target.forward_hidden(mx.array(tokens_RL), None, ())
+        hidden_RLE, _ = forward_hidden(target, mx.array(tokens_RL), ())
         for row, hidden_LE in zip(rows, hidden_RLE, strict=True):
             draft, begin = drafts[row], len(prompts[row]) - 1
             hidden_1SE = hidden_LE[None, begin : begin + len(draft)]
@@ -144,16 +149,25 @@ def _write_responses(
     if not begun:
         return
     unfinished = list(begun)
+    texts = [prompts[i] + begun[i] for i in unfinished]
     continued = generate_responses(
-        target.model,
-        [prompts[i] + begun[i] for i in unfinished],
+        model_to_write_with(target),
+        texts,
         stops,
         [most[i] - len(begun[i]) for i in unfinished],
         settings.batch_size,
         settings.decoding.build_sampler(),
+        _shared_prefix(texts),
     )
     for k, rest in continued:
         yield unfinished[k], begun[unfinished[k]] + rest
+
+
+def _shared_prefix(texts: Sequence[list[int]]) -> int:
+    """How many tokens all texts begin with, but the last of each; 0 if these are too few to be worth a pass."""
+    same = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
+    length = min(sum(1 for _ in same), min(map(len, texts)) - 1)
+    return length if length >= _SHORTEST_PREFIX and len(texts) > 1 else 0
 
 
 def _through_stop(stops: Collection[int], tokens: Ints) -> list[int]:

@@ -25,6 +25,7 @@ from dflash.progress import progress
 from dflash.request import DecodeOptions
 from dflash.target.identity import target_fingerprint
 
+from ..quick_layers import model_to_write_with
 from .chat import MARK
 from .dataset import json_line
 from .responses import generate_responses, require_batches
@@ -185,7 +186,7 @@ def _sample_round(
     tokens = {begin: target.tokenizer.encode(begin, add_special_tokens=False) for begin in settings.begins}
     written: list[str | None] = [None] * len(begins)
     for i, response in generate_responses(
-        target.model,
+        model_to_write_with(target),
         [[*prefix, *tokens[begin]] for begin in begins],
         stops,
         [settings.max_tokens] * len(begins),

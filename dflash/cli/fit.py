@@ -1,0 +1,72 @@
+"""``dflash fit``: from a target alone to its drafter, in one command.
+
+Knows options and what to print. Must not know the stages. Mounted by ``cli``.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import RunSeed, not_empty
+
+app = typer.Typer()
+
+
+@app.command()
+def fit(
+    target: Annotated[str, typer.Option(metavar="PATH|HUB", help="The target.", callback=not_empty)],
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Where everything goes; the drafter to its drafter/.")],
+    count: Annotated[
+        int | None, typer.Option(metavar="N", help="Requests that the target makes up. Default: 5000.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Requests of your own in place of made up ones.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a response.")] = 512,
+    temp: Annotated[float, typer.Option(help="Temperature of the responses; 0 is greedy.")] = 0.0,
+    seed: RunSeed = 0,
+    begin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Words to begin requests with, in turn; '' for none. Repeatable."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting of the recipe; repeatable."),
+    ] = None,
+) -> None:
+    """Make a drafter for a target that has none, with or without data.
+
+    The target makes up requests (dflash prompts) and answers them (prepare), a
+    recipe is proposed (recipe), the drafter is trained (train) and exported
+    (export). Every stage is named with the time that it will about take.
+    Stopped or killed, the same command continues; the recipe may be edited
+    before training begins.
+
+    Examples:
+
+    dflash fit --target Qwen/Qwen3-0.6B --output out/qwen3-0.6b
+
+    dflash fit --target smollm2 --output out/smollm2 --count 1000 --set run.steps=500
+    """
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    from ..backend import keep_freed_memory
+    from ..training.data.plan import PrepareSettings
+    from ..training.data.self_prompts import PromptSettings
+    from ..training.pipeline import Pipeline
+
+    keep_freed_memory()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    made_up = PromptSettings(seed=seed, begins=tuple(begin or ("",)))
+    responses = PrepareSettings(max_tokens=max_tokens, temp=temp, seed=seed, shard_size=256)
+    pipeline = Pipeline(target, output, count, prompts, made_up, responses, tuple(settings or ()))
+    try:
+        with logging_redirect_tqdm():
+            drafter = pipeline.run()
+    except KeyboardInterrupt:
+        print(f"Stopped. What is finished stays in {output}; the same command continues.", file=sys.stderr)
+        raise
+    print(f'{drafter}\nTry it: dflash generate "..." --target {target} --drafter {drafter}')

@@ -1,0 +1,104 @@
+"""``dflash fit``: from a target alone to its drafter; stopped after any stage, it continues to the same drafter."""
+
+import re
+
+import pytest
+from support.cli import assert_one_error, invoke
+from support.conversations import Stopping, tree, write_lines
+from support.runs import write_target
+
+import dflash
+from dflash.training import pipeline
+from dflash.training.data import self_prompts
+
+SETTINGS = [
+    "run.steps=3", "run.batches_per_step=1", "run.evaluate_prompts=2", "run.evaluate_tokens=8", "run.log_every=1",
+    "data.max_blocks_per_batch=32", "data.anchors=4", "drafter.num_hidden_layers=1", "drafter.block_size=4",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(autouse=True)
+def _random_bytes_are_requests(monkeypatch):
+    monkeypatch.setattr("dflash.target.model.LoadedTargetModel.stop_token_ids", Stopping.stop_token_ids)
+    monkeypatch.setattr(self_prompts, "unsuitable", lambda request: len(request) < 2)
+
+
+def fit(target, output, *options):
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    return invoke("fit", "--target", target, "--output", output, "--max-tokens", 12, *settings, *options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(target, tmp_path_factory):
+    return target, tmp_path_factory.mktemp("fit") / "out"
+
+
+def stages(text: str) -> list[str]:
+    return re.findall(r"Stage (\w+)", text)
+
+
+def test_a_target_alone_becomes_a_drafter_and_every_stage_is_told_with_its_time(undisturbed, caplog):
+    target, out = undisturbed
+    with caplog.at_level("INFO"):
+        result = fit(target, out, "--count", 12)
+    assert result.exit_code == 0, result.output
+    assert stages(caplog.text) == ["requests", "responses", "recipe", "training", "export"]
+    assert re.search(r"Stage requests: 12, made up by the target, about \d+ s\.", caplog.text)
+    assert re.search(r"Stage responses to 12 requests, at most about \d+ s\.", caplog.text)
+    assert re.search(r"Stage training, at most about \d+ s\.", caplog.text)
+    assert f"--target {target} --drafter {out}/drafter" in result.stdout
+    decoder = dflash.DFlashSpeculativeDecoder.from_pretrained(str(target), str(out / "drafter"))
+    assert decoder.draft_model.config.block_size == 4
+    assert "steps: 3 " in (out / "recipe.yaml").read_text()
+    before = tree(out)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        assert fit(target, out, "--count", 12).exit_code == 0
+    assert "Nothing is left to do" in caplog.text
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize("stopped", ["prepare", "train", "export"])
+def test_stopped_before_any_stage_it_continues_to_the_same_drafter(undisturbed, tmp_path, monkeypatch, caplog, stopped):
+    target, quiet = undisturbed
+    out = tmp_path / "out"
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, stopped, stop)
+        result = fit(target, out, "--count", 12)
+    assert result.exit_code == 130
+    assert "the same command continues" in result.stderr
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        assert fit(target, out, "--count", 12).exit_code == 0
+    left = {"prepare": 4, "train": 2, "export": 1}[stopped]
+    assert [stage for stage in stages(caplog.text) if stage != "requests"] == [
+        "responses", "recipe", "training", "export"
+    ][4 - left :]  # fmt: skip
+    weights = "drafter/model.safetensors"
+    assert (out / weights).read_bytes() == (quiet / weights).read_bytes()
+
+
+def test_own_requests_take_the_place_of_made_up_ones(target, tmp_path, caplog):
+    own = write_lines(tmp_path / "own.jsonl", *(f'{{"prompt": "Say {i}"}}' for i in range(9)))
+    with caplog.at_level("INFO"):
+        result = fit(target, tmp_path / "out", "--prompts", own, "--count", 7)
+    assert result.exit_code == 0, result.output
+    assert stages(caplog.text) == ["responses", "recipe", "training", "export"]
+    assert not (tmp_path / "out/prompts.jsonl").exists()
+    assert "Stage responses to 7 requests" in caplog.text
+
+
+def test_mistakes_are_one_line_of_error(target, tmp_path):
+    assert_one_error(fit(target, tmp_path / "out", "--count", 0), "count must be at least 1, got 0")
+    assert_one_error(fit(tmp_path / "none", tmp_path / "out"), "No checkpoint folder at")
+    own = write_lines(tmp_path / "own.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
+    assert_one_error(fit(target, tmp_path / "x", "--prompts", own, "--set", "run.stepz=2"), "did you mean .*steps")

@@ -1,0 +1,126 @@
+"""From nothing but a target to its drafter: requests, responses, a recipe, training, export, one after the other.
+
+Knows the stages, where each leaves its files, and how long it will about take. Must not know how a stage works.
+
+    prompts.jsonl    requests that the target made up, unless there are prompts
+    data/            the target's responses to them
+    recipe.yaml      what is trained; it may be edited before training
+    run/             the training
+    drafter/         the finished drafter
+
+Every stage resumes, and one that is finished is passed over: a stopped run continues by the same call.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dflash import LoadedTargetModel, load_target
+from dflash.errors import DataError
+from dflash.files import atomic_write
+from dflash.prompts import read_conversations
+
+from .data.dataset import MANIFEST
+from .data.plan import PrepareSettings
+from .data.prepare import prepare
+from .data.responses import generate_responses
+from .data.self_prompts import PromptSettings, write_prompts
+from .export import export
+from .loop.clock import duration
+from .loop.run_folder import BEST
+from .new_recipe import as_yaml, propose_recipe, training_seconds
+from .quick_layers import model_to_write_with
+from .recipe import Recipe, load_recipe
+from .settings import from_yaml
+from .train import FINISHED, train
+
+logger = logging.getLogger(__name__)
+
+PROMPTS, DATA, RECIPE, RUN, DRAFTER = "prompts.jsonl", "data", "recipe.yaml", "run", "drafter"
+
+_COUNT, _TRIAL_TOKENS = 5000, 8
+_REQUEST_TOKENS = 64
+"""Of a request that a target makes up, with what is dropped: SmolLM2 and Qwen3 need about as many."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What is made of ``target`` in ``folder``.
+
+    Args:
+        count: How many requests the target makes up, 5000 unless given; or how many of ``prompts`` are used.
+        prompts: A file of requests, which are used in place of the target's own.
+        recipe_settings: Settings of the recipe in place of the proposed ones, such as ``"run.epochs=2"``.
+    """
+
+    target: str
+    folder: Path
+    count: int | None = None
+    prompts: Path | None = None
+    made_up: PromptSettings = field(default_factory=PromptSettings)
+    responses: PrepareSettings = field(default_factory=PrepareSettings)
+    recipe_settings: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 1:
+            raise DataError(f"count must be at least 1, got {self.count}.")
+
+    def run(self) -> Path:
+        """Carry out what is left; returns the folder of the finished drafter.
+
+        Raises what the stages raise, :class:`~dflash.errors.DFlashError` and ``OSError``.
+        """
+        if (self.folder / DRAFTER / "model.safetensors").exists():
+            logger.info("Nothing is left to do: the drafter is in %s.", self.folder / DRAFTER)
+            return self.folder / DRAFTER
+        target = load_target(self.target)
+        self._data(target)
+        self._recipe()
+        checked = load_recipe(self.folder / RECIPE)
+        if not (checked.run.folder / FINISHED / "model.safetensors").exists():
+            announce("training", training_seconds(checked, target), at_most=True)
+            del target  # training loads it anew, as on any other day
+            train(checked)
+        announce("export", None)
+        export(checked.run.folder, self.folder / DRAFTER, best=(checked.run.folder / BEST).exists())
+        return self.folder / DRAFTER
+
+    def _data(self, target: LoadedTargetModel) -> None:
+        if (self.folder / DATA / MANIFEST).exists():
+            return
+        path, speed = self.prompts, tokens_per_second(target, self.responses.batch_size)
+        if path is None:
+            path, count = self.folder / PROMPTS, self.count or _COUNT
+            announce(f"requests: {count}, made up by the target", count * _REQUEST_TOKENS / speed)
+            write_prompts(target, count, path, self.made_up)
+        conversations = read_conversations(path, limit=self.count)
+        most = len(conversations) * self.responses.max_tokens
+        announce(f"responses to {len(conversations)} requests", most / speed, at_most=True)
+        prepare(conversations, target, self.responses, self.folder / DATA, path.name)
+
+    def _recipe(self) -> None:
+        path = self.folder / RECIPE
+        if path.exists():
+            return
+        announce("recipe, with a short measurement", None)
+        proposal = propose_recipe(self.target, self.folder / DATA, self.folder / RUN)
+        checked = from_yaml(Recipe, as_yaml(proposal), "the proposed recipe", self.recipe_settings)
+        text = as_yaml(replace(proposal, recipe=checked))
+        atomic_write(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def announce(stage: str, seconds: float | None, at_most: bool = False) -> None:
+    """Log that a stage begins, and how long it will take if that was measured."""
+    expected = "" if seconds is None else f", {'at most ' if at_most else ''}about {duration(seconds)}"
+    logger.info("Stage %s%s.", stage, expected)
+
+
+def tokens_per_second(target: LoadedTargetModel, batch: int) -> float:
+    """How fast a target writes ``batch`` texts at a time, by a short trial."""
+    prompts = [[token] for token in range(batch)]
+    begin = time.perf_counter()
+    for _ in generate_responses(model_to_write_with(target), prompts, (), [_TRIAL_TOKENS] * batch, batch):
+        pass
+    return batch * _TRIAL_TOKENS / (time.perf_counter() - begin)

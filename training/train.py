@@ -29,6 +29,7 @@ from dflash.errors import TrainingError, one_line
 from dflash.files import exclusive_lock, read_json, remove_unfinished, write_json
 from dflash.progress import progress
 
+from . import reporting as _registers_its_callbacks  # noqa: F401
 from .batches import Batches
 from .callbacks import CALLBACKS, RunInfo, listeners
 from .data.dataset import dataset_fingerprint, open_dataset, read_manifest

@@ -13,9 +13,10 @@ import typer
 from typer.core import TyperCommand
 
 from .options import print_rich
-from .training import print_settings, table
+from .training import print_settings, runs_table, table
 
 if TYPE_CHECKING:
+    from ..study.compare import ComparedRun
     from ..study.plan import Plan
     from ..study.results import Effect
 
@@ -107,6 +108,86 @@ def _print_expected(checked: Any, only: list[str], as_json: bool) -> None:
     print(f"decoding  about {duration(expected.decoding)}: {expected.decoding_from}")
 
 
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more folders of runs of dflash train.")],
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.jsonl|HUB", help="Prompts to decode. Default: the first run's heldout ones."),
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Take only the first N prompts.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 128,
+    decode: Annotated[bool, typer.Option("--decode/--no-decode", help="Decode, or read the logs alone.")] = True,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the learning curves.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of tables.")] = False,
+) -> None:
+    """Compare runs: settings that differ, learning curves, acceptance on the same prompts with 95 % intervals.
+
+    Each run's best drafter decodes the same prompts in turns. Prompts are drawn
+    anew together for all runs (paired bootstrap), so what is hard about a
+    prompt does not blur the difference. `dflash runs` is the quick table.
+
+    Examples:
+
+    dflash compare runs/one runs/two
+    dflash compare runs/* --prompts mine.jsonl --limit 50 --plot curves.svg
+    dflash compare runs/one runs/two --no-decode
+    """
+    from ..errors import DFlashError
+    from ..study.compare import compare as run
+    from ..study.settings import PromptSet
+    from .options import show_progress
+
+    if len(runs) < 2:
+        raise DFlashError("compare needs at least two runs; dflash runs shows one.")
+    show_progress()
+    chosen = None if prompts is None else PromptSet(file=prompts, limit=limit)
+    found = run(runs, chosen, limit, max_tokens, decode)
+    if plot is not None:
+        _draw_curves(plot, found)
+    if as_json:
+        print(json.dumps([one.results() for one in found]))
+        return
+    print_rich(runs_table([one.summary for one in found]))
+    print_rich(_curves_table(found))
+    if decode:
+        print_rich(_acceptance_table(found))
+
+
+def _draw_curves(path: Path, found: list["ComparedRun"]) -> None:
+    from ..errors import DFlashError
+
+    try:
+        from ..study.plots import draw_curves
+    except ImportError as error:
+        raise DFlashError("--plot needs matplotlib; install it with: pip install 'dflash-research[study]'") from error
+    draw_curves(path, {one.summary.folder: one.curves for one in found})
+
+
+def _curves_table(found: list["ComparedRun"]) -> Any:
+    """Acceptance and heldout loss at every step at which some run was evaluated."""
+    names = ("acceptance_length", "heldout_loss")
+    steps = sorted({step for one in found for name in names for step, _ in one.curves[name]})
+    columns = ["step", *(f"{_name(one)} {name}" for name in ("acceptance", "heldout loss") for one in found)]
+    rows = []
+    for step in steps:
+        values = [dict(one.curves[name]).get(step) for name in names for one in found]
+        rows.append((str(step), *("-" if value is None else f"{value:.3f}" for value in values)))
+    return table(tuple(columns), rows)
+
+
+def _acceptance_table(found: list["ComparedRun"]) -> Any:
+    rows = []
+    for one in found:
+        intervals = (one.acceptance, one.ratio)
+        rows.append((one.summary.folder, *("-" if i is None else _interval(i.value, i.low, i.high) for i in intervals)))
+    return table(("run", "acceptance length (95 %)", "over the first run"), rows)
+
+
+def _name(one: "ComparedRun") -> str:
+    return Path(one.summary.folder).name
+
+
 def _cells_table(rows: list[dict[str, Any]], factors: list[str]) -> Any:
     lines = [
         (
@@ -140,6 +221,8 @@ def _short(factors: list[str]) -> list[str]:
 
 def _with_limits(row: dict[str, Any], name: str) -> str:
     value, low, high = (row.get(key) for key in (name, f"{name}_low", f"{name}_high"))
-    if value is None:
-        return "-"
+    return "-" if value is None else _interval(value, low, high)
+
+
+def _interval(value: float, low: float | None, high: float | None) -> str:
     return f"{value:.4g}" if low is None else f"{value:.4g} ({low:.4g}-{high:.4g})"

@@ -156,7 +156,7 @@ def runs(
     if as_json:
         print(json.dumps([run.results() for run in found]))
     else:
-        print_rich(_runs_table(found))
+        print_rich(runs_table(found))
 
 
 @app.command()
@@ -206,7 +206,7 @@ def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Any:
     return table
 
 
-def _runs_table(runs: list["RunSummary"]) -> Any:
+def runs_table(runs: list["RunSummary"]) -> Any:
     """One row a run; a column for each setting in which the recipes differ."""
     from ..training.loop.clock import duration
 

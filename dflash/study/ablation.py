@@ -18,12 +18,14 @@ import mlx.core as mx
 from ..bench.environment import environment
 from ..bench.runs import Side, dflash_side, plain_side, time_side
 from ..drafters.checkpoint import load_drafter
+from ..drafters.ngram import NAME as NGRAM
 from ..errors import DFlashError, one_line
 from ..files import atomic_write, exclusive_lock, remove_unfinished, write_json
 from ..generate import PAIR, DFlashSpeculativeDecoder
 from ..progress import progress
 from ..request import decode_options
 from ..target import load_target
+from ..threads import DecodeThreads, threads_for
 from ..training.loop.run_folder import read_log
 from ..training.recipe import Recipe
 from ..training.train import FINISHED as DRAFTER
@@ -34,6 +36,7 @@ from .plan import FINISHED, Plan, PlannedCell
 from .settings import BUNDLED, Study, target_of
 
 SESSIONS = "sessions.json"
+_TIMED_BLOCK = 16  # tokens of the pass by which the number of BLAS threads is chosen
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +109,16 @@ def decode_missing(plan: Plan) -> None:
     turns = [(prompt, keys) for prompt, keys in turns if keys]
     if not turns:
         return
-    session = _begin_session(plan)
+    threads = threads_for(plan.target, _TIMED_BLOCK)
+    session = _begin_session(plan, threads)
     missing = dict.fromkeys(key for _, keys in turns for key in keys)
     sides = make_sides(plan, list(missing))
     for key, side in sides.items():
         _run(side, turns[0][0].tokens, plan.sides[key])  # uncounted: it compiles, and makes arrays
     for prompt, keys in progress(turns, "decode", len(turns)):
-        for key in keys:
-            answers[key].keep(prompt.key, _run(sides[key], prompt.tokens, plan.sides[key], session))
+        with threads.in_use():  # the same number for all sides
+            for key in keys:
+                answers[key].keep(prompt.key, _run(sides[key], prompt.tokens, plan.sides[key], session))
 
 
 def _missing(prompt: str, answers: Mapping[str, Answers], number: int) -> list[str]:
@@ -155,6 +160,12 @@ def drafter_path(plan: Plan, planned: PlannedCell) -> str | Path:
     if planned.training is not None:
         return plan.run_folder(planned.training) / DRAFTER
     name = str(planned.cell.drafter["drafter"])
+    if name.startswith(f"{NGRAM}+"):
+        return f"{NGRAM}+{_existing(name.removeprefix(f'{NGRAM}+'))}"
+    return _existing(name)
+
+
+def _existing(name: str) -> str | Path:
     return PAIR / "drafter" if name == BUNDLED else name
 
 
@@ -168,11 +179,11 @@ def _run(side: Side, tokens: list[int], planned: PlannedCell, session: str = "")
         raise DFlashError(f"Cell {planned}: {one_line(error)}") from error
 
 
-def _begin_session(plan: Plan) -> str:
+def _begin_session(plan: Plan, threads: DecodeThreads) -> str:
     """Record on what this process measures; returns its name."""
     path = plan.folder / SESSIONS
     sessions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    here = environment()
+    here = environment(threads)
     name = f"{here['date']} #{len(sessions) + 1}"
     remove_unfinished(path)
     text = json.dumps(sessions | {name: here}, indent=1)

@@ -66,7 +66,7 @@ class Plan:
 
     def __init__(self, study: Study, target: LoadedTargetModel, only: Sequence[str] = ()):
         self.study, self.target, self.folder = study, target, study.folder
-        self.prompts = [p for name, chosen in study.prompt_sets.items() for p in _encoded(name, chosen, target)]
+        self.prompts = [p for name, chosen in study.prompt_sets.items() for p in encoded(name, chosen, target)]
         fingerprint = target_fingerprint(target)
         cells = [_planned(cell, fingerprint) for cell in make_cells(study)]
         names = [cell.name for cell in cells]
@@ -125,7 +125,7 @@ def _planned(cell: Cell, target: str) -> PlannedCell:
     return PlannedCell(cell, training, decoding_key(cell, target, drafter), plain_key(cell, target))
 
 
-def _encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[StudyPrompt]:
+def encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[StudyPrompt]:
     """The prompts of a set. Raises :class:`~dflash.errors.DataError` where the target cannot take one."""
     source = HELDOUT if chosen.file == BUNDLED else chosen.file
     prompts = []

@@ -6,7 +6,7 @@ Shown are the cells in which the factor alone differs: thin lines join cells ali
 is their mean with the 95 % interval over prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,22 @@ def draw(folder: Path, factors: Sequence[str], cells: Sequence[CellAnswers]) -> 
         if shown:
             files.append(_save(folder / f"{name}.svg", _figure(shown, usable, attribute, label)))
     return files
+
+
+def draw_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]) -> Path:
+    """Write learning curves, a panel each: ``curves`` has those of each run by their names."""
+    names = [name for name in next(iter(curves.values())) if any(own[name] for own in curves.values())]
+    figure = Figure(figsize=(3.6 * max(1, len(names)), 3), layout="constrained")
+    for panel, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False).flat, names, strict=False):
+        for number, (run, own) in enumerate(curves.items()):
+            steps, values = zip(*own[name], strict=True) if own[name] else ((), ())
+            panel.plot(steps, values, color=COLOURS[number % len(COLOURS)], label=run, marker=".", markersize=3)
+        panel.set_title(name.replace("_", " "), fontsize=9)
+        panel.set_xlabel("step", fontsize=8)
+        panel.tick_params(labelsize=8)
+        panel.grid(alpha=0.25)
+    figure.axes[0].legend(fontsize=7, frameon=False)
+    return _save(path, figure)
 
 
 def _figure(factors: Sequence[str], cells: Sequence[CellAnswers], attribute: str, label: str) -> Figure:

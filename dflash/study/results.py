@@ -56,7 +56,7 @@ class CellAnswers:
     @property
     def identical(self) -> bool | None:
         """Whether all texts are those of plain decoding; ``None`` where they need not be."""
-        if not self.plain or not self.planned.cell.repeatable:
+        if not self.plain or not self.planned.cell.greedy:
             return None
         return all(a.tokens == p.tokens for a, p in zip(self.answers, self.plain, strict=True))
 

@@ -114,12 +114,9 @@ class Cell:
     recipe: Recipe | None = field(default=None, repr=False)
 
     @property
-    def repeatable(self) -> bool:
-        """Whether its text must be that of plain decoding: greedy, or the same draws of a seed."""
-        if self.options.get("sampler") is not None or self.options.get("logits_processors") is not None:
-            return False
-        greedy = self.options.get("temp", 0.0) < GREEDY_BELOW
-        return greedy or self.options.get("verify", "first_mismatch") == "first_mismatch"
+    def greedy(self) -> bool:
+        """Whether its text must be that of plain decoding; elsewhere a rounding may turn a draw."""
+        return self.options.get("temp", 0.0) < GREEDY_BELOW and self.options.get("sampler") is None
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
@@ -239,9 +236,15 @@ def _base_recipe(study: Study) -> dict[str, Any] | None:
 
 def _recipe(study: Study, base: dict[str, Any], train: Mapping[str, Any], seed: int) -> Recipe:
     values = json.loads(json.dumps(base, default=str))
-    for name, value in {"drafter.seed": seed, "data.seed": seed, **train, "run.folder": str(study.folder)}.items():
+    seeds = {f"{section}.seed": seed for section in ("drafter", "data") if not _fixes_seed(study.train, section)}
+    for name, value in {**seeds, **train, "run.folder": str(study.folder)}.items():
         _replace(values, name, value)
     return from_dict(Recipe, values, "recipe")
+
+
+def _fixes_seed(train: Mapping[str, Any], section: str) -> bool:
+    nested = train.get(section)
+    return f"{section}.seed" in train or (isinstance(nested, dict) and "seed" in nested)
 
 
 def _replace(values: Any, name: str, value: Any) -> None:

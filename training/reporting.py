@@ -1,0 +1,80 @@
+"""A run's log in Weights & Biases, SwanLab or TensorBoard: callbacks of these names, where the package is installed.
+
+Knows log lines and mlx-lm's reporting callbacks. Must not know how a run is made.
+
+    run: {callbacks: [wandb, tensorboard]}
+
+Weights & Biases and SwanLab are told through mlx-lm's own callbacks (:mod:`mlx_lm.tuner.callbacks`), by mlx-lm's names,
+so that runs of both stand side by side; their own environment variables say where and under which name.
+"""
+
+from typing import Any
+
+from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
+
+from dflash.errors import DFlashError
+
+from .callbacks import Callback, RunInfo, register_callback
+from .loop.run import OnLog
+
+PROJECT = "dflash"
+_NAMES = {"tokens_per_s": "tokens_per_second", "peak_memory_gb": "peak_memory", "heldout_loss": "val_loss"}
+"""What mlx-lm calls the same; a report's ``loss`` is its ``train_loss``."""
+
+
+def numbers(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a log line by mlx-lm's names; those of a list by their position, counted from 1."""
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        values = {f"{name}/{i}": v for i, v in enumerate(value, 1)} if isinstance(value, list) else {name: value}
+        found |= {_NAMES.get(k, k): v for k, v in values.items() if isinstance(v, int | float)}
+    found["iteration"] = found.pop("step")
+    if "loss" in found:
+        found["train_loss"] = found.pop("loss")
+    return found
+
+
+def tell(reporter: TrainingCallback) -> OnLog:
+    """A listener that hands each line to one of mlx-lm's callbacks, reports and evaluations by their own methods."""
+
+    def on_log(line: dict[str, Any]) -> None:
+        told = reporter.on_train_loss_report if "loss" in line else reporter.on_val_loss_report
+        told(numbers(line))
+
+    return on_log
+
+
+def _through_mlx_lm(name: str) -> Callback:
+    def callback(run: RunInfo) -> OnLog:
+        try:
+            reporter = get_reporting_callbacks(name, PROJECT, str(run.folder), run.recipe)
+        except ImportError as error:
+            raise DFlashError(f"run.callbacks names {name}, which is not installed; pip install {name}.") from error
+        return tell(reporter)
+
+    return callback
+
+
+for _name in ("wandb", "swanlab"):
+    register_callback(_name)(_through_mlx_lm(_name))
+
+
+@register_callback("tensorboard")
+def tensorboard(run: RunInfo) -> OnLog:
+    """Scalars into ``tensorboard/`` of the run folder; mlx-lm has no callback for it."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise DFlashError(
+            "run.callbacks names tensorboard; its writer is missing: pip install tensorboardX."
+        ) from error
+    writer = SummaryWriter(str(run.folder / "tensorboard"))
+
+    def on_log(line: dict[str, Any]) -> None:
+        values = numbers(line)
+        step = int(values.pop("iteration"))
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return on_log

@@ -123,7 +123,7 @@ class DSparkDraftModel(DFlashDraftModel):
         """As :meth:`~dflash.drafters.dflash.DFlashDraftModel.bind`; tables that equal the target's are shared."""
         super().bind(target)
         for name in self.own_tables:
-            if name in self and self.token_ids is None and _same_table(self[name], _table_of(target, name)):
+            if name in self and _same_table(self[name], _table_of(target, name)):
                 self.pop(name)
 
     def embed(self, tokens_BL: mx.array) -> mx.array:

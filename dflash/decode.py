@@ -165,6 +165,7 @@ def feed(
         last = hidden[:, -1:]
         # The drafter's cache too, if it says what it holds: its lazy graph would keep every chunk's features.
         mx.eval(last, [c.state for c in target_cache], getattr(draft_cache, "state", ()))
+        del hidden, features  # or the next chunk would be computed beside them
         mx.clear_cache()
     target_cache.set_in_prompt(False)
     return last

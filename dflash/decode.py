@@ -175,7 +175,7 @@ def decode(run: Decoding, state: DecodeState, max_tokens: int, block_size: int) 
     """Blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
     run.policy.begin()
     while (remaining := state.prompt_length + max_tokens - len(state.tokens)) > 0:
-        if nap := min(run.policy.sleep(), remaining):
+        if (nap := min(run.policy.sleep(), remaining)) > 0:
             yield from plain_steps(run, state, nap)
         else:
             yield decode_block(run, state, min(block_size, remaining, state.target_cache.longest_pass) - 1)
@@ -247,8 +247,9 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
         context = mx.array([state.tokens[begin : begin + len(features)]])
         drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
 
-    coming, began = launch(state.anchor), time.perf_counter()
-    for left in range(count - 1, -1, -1):
+    coming, began, left = launch(state.anchor), time.perf_counter(), count
+    while left > 0:
+        left -= 1
         target_token, state_after = coming
         if left > 0:
             history = mx.concatenate([history, target_token]) if run.processors else history
@@ -266,6 +267,9 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
             if left > 0:
                 wake()
             raise
+        if left > 1 and hasattr(drafter, "wakes") and drafter.wakes(state.tokens, state.draft_cache):
+            run.policy.wake()
+            left = 1  # the pass that is under way
         began = time.perf_counter()
 
 

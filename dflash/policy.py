@@ -73,6 +73,9 @@ class Policy:
         """How many tokens to decode plainly before the next draft; 0 to draft now."""
         return 0
 
+    def wake(self) -> None:
+        """The drafter has found something while it sleeps; :meth:`sleep` is asked next."""
+
     def verify_length(self, drafts: Drafts) -> int:
         """How many of the drafts to verify, counted from the first."""
         return drafts.count
@@ -143,6 +146,10 @@ class Adaptive(Policy):
     def sleep(self) -> int:
         """What is left of a nap."""
         return self._asleep
+
+    def wake(self) -> None:
+        """The nap is over."""
+        self._asleep = 0
 
     def verify_length(self, drafts: Drafts) -> int:
         """The length that commits most tokens per second; all of the first block, which tells what that costs."""

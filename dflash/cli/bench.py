@@ -217,7 +217,6 @@ def doctor(
     from ..bench.doctor import machine_report, target_report
     from ..bench.drafter_report import drafter_report
     from ..drafters import load_drafter
-    from ..generate import PAIR
     from ..target import load_target
 
     options.print_pairs(machine_report())
@@ -226,7 +225,7 @@ def doctor(
         print()
         options.print_pairs(target_report(loaded, target) | {"unused tokens": _unused(loaded)})
     if drafter is not None:
-        found = load_drafter(PAIR / "drafter" if drafter == options.BUNDLED else drafter)
+        found = load_drafter(options.drafter_name(drafter))
         print()
         options.print_pairs(drafter_report(found, drafter))
 

@@ -24,7 +24,11 @@ from .protocol import Proposal
 logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 5
-"""Positions per block. A draft costs one pass of the draft model a token, so short blocks pay best; mlx-lm drafts 3."""
+"""Positions per block, and so 4 drafts, where a decoder is not told otherwise (``block_size``, ``--block-size``).
+
+Each draft costs one pass of the draft model, whether or not it is verified: a policy chooses how many of them are
+verified, and cannot spare their cost. So short blocks pay best; mlx-lm drafts 3 from the command line and 2 in Python.
+"""
 
 TRIMMED = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 """Caches that can drop any number of their newest entries, however many passes ago these came."""
@@ -192,7 +196,11 @@ class AutoregressiveDrafter:
 
 
 def is_draft_model_compatible(model: LoadedTargetModel, target: LoadedTargetModel) -> bool:
-    """Whether ``model`` can draft for ``target``: every token of the target has the same text and id there."""
+    """Whether ``model`` can draft for ``target``: every token of the target has the same text and id there.
+
+    Both as :func:`dflash.load_target` returns them. Compared before a decoder is made, it costs no error; the decoder
+    itself refuses another vocabulary with the first token that differs.
+    """
     return vocabulary_difference(model, target) is None
 
 

@@ -13,6 +13,8 @@ from ..errors import CheckpointError, DFlashError
 from ..files import flat, read_json, read_safetensors, resolve_checkpoint, write_arrays, write_json
 from ..target import load_target
 from .autoregressive import AutoregressiveDrafter
+from .combined import PREFIX as COMBINED
+from .combined import CombinedDrafter
 from .kinds import DEFAULT, KIND, drafter_class, is_language_model, kind_in, kind_of
 from .ngram import NAME as NGRAM
 from .ngram import NgramDrafter
@@ -24,21 +26,26 @@ def load_drafter(path_or_hub_name: str | Path, bits: int | None = None, window: 
     """Load a drafter from a folder or a hub name: a ``DFlashDraftModel``, or the kind that its config names.
 
     Args:
-        path_or_hub_name: The checkpoint, or ``"ngram"``.
+        path_or_hub_name: The checkpoint, ``"ngram"``, or ``"ngram+"`` and a checkpoint.
         bits: Quantise the linear layers of a DFlash drafter to so many bits a number, in groups of 64
             (:func:`~dflash.drafters.quantized.quantize_drafter`); head and embedding are the target's.
         window: Newest context tokens that full attention of a DFlash drafter sees
             (:meth:`~dflash.drafters.dflash.DFlashDraftModel.limit_context`).
 
     The name ``"ngram"`` needs no files: an :class:`~dflash.drafters.ngram.NgramDrafter` (write ``./ngram`` for a folder
-    of that name). A whole language model becomes an :class:`~dflash.drafters.autoregressive.AutoregressiveDrafter`.
-    Every packaging of :mod:`.formats` and :mod:`.tensors` is read, quantised or not. On the CPU it computes in float32;
-    elsewhere float16 becomes bfloat16, since the target's features overflow it.
+    of that name), and ``"ngram+NAME"`` combines it with the drafter of that name
+    (:class:`~dflash.drafters.combined.CombinedDrafter`). A whole language model becomes an
+    :class:`~dflash.drafters.autoregressive.AutoregressiveDrafter`. Every packaging of :mod:`.formats` and
+    :mod:`.tensors` is read, quantised or not. On the CPU it computes in float32; elsewhere float16 becomes bfloat16,
+    since the target's features overflow it.
 
     Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files, what is not supported (by name), and
     weights that are missing, left over, of the wrong shape or type, or not finite; and
     :class:`~dflash.errors.DFlashError` for ``bits`` or a ``window`` that the drafter cannot have.
     """
+    name = str(path_or_hub_name)
+    if name.startswith(COMBINED):
+        return CombinedDrafter(load_drafter(name.removeprefix(COMBINED), bits, window))
     model = _load(path_or_hub_name)
     if window is not None:
         if not hasattr(model, "limit_context"):

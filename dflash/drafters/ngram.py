@@ -14,6 +14,7 @@ Knows token ids. Must not know any model.
 
 from bisect import bisect
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
@@ -32,27 +33,40 @@ SIZES = (5, 2)
 
 COMPARED = 32  # of an n-gram that are compared
 LONGEST = 32  # tokens of an agreement that are counted
+WAKING = 12  # tokens that must agree before a policy that lets the drafter sleep is told to wake it
 
 
 class NgramCache:
     """The tokens so far with, for each size, where every n-gram ended; a token costs one entry a size.
 
-    ``expected`` is the position after the anchor's if the text still followed what was copied last.
+    ``expected`` is the position after the anchor's if the text still followed what was copied last. While the drafter
+    sleeps, ``ahead`` counts the tokens that were read before they became context.
     """
 
     def __init__(self, sizes: tuple[int, ...] = SIZES):
         self.tokens: list[int] = []
         self.sizes = tuple(sorted(sizes, reverse=True))
         self.ends: list[dict[tuple[int, ...], list[int]]] = [defaultdict(list) for _ in self.sizes]
-        self.expected = 0
+        self.expected, self.ahead = 0, 0
 
     @property
     def offset(self) -> int:
-        """Tokens held."""
-        return len(self.tokens)
+        """Tokens of context held."""
+        return len(self.tokens) - self.ahead
 
     def extend(self, tokens: list[int]) -> None:
-        """Append committed tokens. An n-gram is indexed when a token follows it: before, there is nothing to copy."""
+        """Append committed tokens, those that were read ahead once only."""
+        known, self.ahead = self.ahead, 0
+        self._index(tokens[known:])
+
+    def read_ahead(self, text: Sequence[int]) -> None:
+        """Index the committed tokens of the whole ``text``, whose last one is the anchor, before they are context."""
+        new = list(text[len(self.tokens) : -1])
+        self.ahead += len(new)
+        self._index(new)
+
+    def _index(self, tokens: list[int]) -> None:
+        """An n-gram is indexed when a token follows it: before, there is nothing to copy."""
         text = self.tokens
         for token in tokens:
             end = len(text)
@@ -63,11 +77,14 @@ class NgramCache:
         self.expected += len(tokens)
 
     def continuation(self, anchor: int, length: int) -> list[int]:
-        """Up to ``length`` tokens that followed where the text best agrees with its end and ``anchor``; maybe none.
+        """Up to ``length`` tokens that followed where the text best agrees with its end and ``anchor``; maybe none."""
+        return self.copy(*self.best_place(anchor), anchor, length)
+
+    def copy(self, end: int, agreement: int, anchor: int, length: int) -> list[int]:
+        """Up to ``length`` tokens from ``end`` on, no more than twice what agrees there.
 
         A copy that reaches the end of the text goes on with what it has copied: a repetition stays one.
         """
-        end, agreement = self.best_place(anchor)
         if not agreement:
             return []
         self.expected = end
@@ -86,7 +103,7 @@ class NgramCache:
         if agreement < self.sizes[-1]:
             best, agreement = 0, 0
         for size, ends in zip(self.sizes, self.ends, strict=True):
-            ngram = (*self.tokens[max(self.offset + 1 - size, 0) :], anchor)
+            ngram = (*self.tokens[max(len(self.tokens) + 1 - size, 0) :], anchor)
             positions = ends.get(ngram, [])
             for end in self._nearest_and_latest(positions):
                 if agreement >= LONGEST:
@@ -147,6 +164,11 @@ class NgramDrafter:
     def extend_context(self, features: mx.array, cache: NgramCache, tokens: mx.array) -> None:
         """Index newly committed ``tokens [1, S]``; ``features [1, S, 0]`` are not read."""
         cache.extend(cast(list[int], tokens[0].tolist()))
+
+    def wakes(self, text: Sequence[int], cache: NgramCache) -> bool:
+        """Whether so much agrees with the end of ``text`` that a copy is worth an end of the drafter's sleep."""
+        cache.read_ahead(text)
+        return cache.best_place(text[-1])[1] >= WAKING
 
     def propose(self, anchor: mx.array, length: int, cache: NgramCache) -> Proposal:
         """At most ``length`` tokens, none where nothing agrees, so that the target writes plainly."""

@@ -3,6 +3,7 @@
 Knows shapes only. Must not know how drafts are made.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -93,6 +94,14 @@ class Drafter(Protocol):
         positions, or writes one token plainly, as when an n-gram drafter finds no match. Ids are those of the
         target's vocabulary. The cache must hold afterwards what it held before.
         """
+
+
+@runtime_checkable
+class WakingDrafter(Drafter, Protocol):
+    """A drafter that sees cheaply, without features, where drafting pays: asked while a policy lets it sleep."""
+
+    def wakes(self, text: Sequence[int], cache: Any) -> bool:
+        """Whether to end the sleep, after the committed ``text``; ``cache`` lags behind, and its context stays."""
 
 
 @runtime_checkable

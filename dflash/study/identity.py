@@ -93,9 +93,11 @@ def prompt_key(tokens: Sequence[int]) -> str:
 
 @lru_cache(maxsize=256)
 def drafter_identity(name: str) -> str:
-    """Of a drafter that exists: the name of one without files, else a hash of its config and weights."""
+    """Of a drafter that exists: the name of one without files of its own, else a hash of its config and weights."""
     if name == NGRAM:
-        return NGRAM
+        return name
+    if name.startswith(f"{NGRAM}+"):
+        return f"{NGRAM}+{drafter_identity(name.removeprefix(f'{NGRAM}+'))}"
     folder = PAIR / "drafter" if name == BUNDLED else resolve_checkpoint(name)
     total = hashlib.sha256()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):

@@ -16,10 +16,10 @@ from support.models import byte_tokenizer, llama_model, plain_greedy, qwen3_mode
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, load_target
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, is_draft_model_compatible, load_drafter, load_target
 from dflash.adapters.conformance import small_models as small
 from dflash.decode import Decoding, decode, prefill
-from dflash.drafters.autoregressive import AutoregressiveDrafter, is_draft_model_compatible
+from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.errors import IncompatibleModelsError
 from dflash.target.compare import assert_close, assert_same_caches
 

@@ -1,0 +1,139 @@
+"""A drafter made of two: it copies where the text repeats, and asks a model where it does not.
+
+``--drafter ngram+PATH``. Of the two drafts, the one is proposed from which more tokens are expected: the chance that a
+draft is accepted is learned from this text, for the model's drafts and for copies by how much agrees before them. A
+copy is compared with what was written even where the model drafted, which costs nothing. The policy is told which of
+the two it was (:attr:`~dflash.Proposal.source`), and weighs what each costs.
+
+Knows the protocol and the index of :mod:`.ngram`. Must not know what kind of drafter the model is.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+
+from .autoregressive import agreeing
+from .ngram import NAME as COPY
+from .ngram import WAKING, NgramCache
+from .protocol import Drafter, Proposal
+
+if TYPE_CHECKING:
+    from ..sampling import DrawingSampler
+    from ..target import LoadedTargetModel
+
+MODEL = "model"
+PREFIX = COPY + "+"
+"""What a drafter's name begins with that is to be combined with copying."""
+
+COPY_SIZE = 16  # positions of a block of copied tokens
+MEMORY = 0.98  # of what a draft that was reached tells, after the next one
+
+
+@dataclass
+class Chance:
+    """That a draft is accepted if those before it were, begun at ``chance`` as if 8 drafts had said so."""
+
+    chance: float
+    weight: float = 8.0
+
+    def learn(self, drafts: Sequence[int], written: Sequence[int]) -> None:
+        """Compare ``drafts`` with what was ``written`` in their place, as far as it is known."""
+        right = agreeing(list(drafts), list(written))
+        wrong = right < min(len(drafts), len(written))
+        for accepted in [True] * right + [False] * wrong:
+            self.weight = MEMORY * self.weight + 1
+            self.chance += (accepted - self.chance) / self.weight
+
+    def expected(self, count: int) -> float:
+        """Tokens that are accepted of ``count`` drafts."""
+        return sum(self.chance**i for i in range(1, count + 1))
+
+
+class CombinedCache:
+    """The index and the model's own context, with the chances of this text and the drafts that were made last."""
+
+    def __init__(self, model: Any):
+        self.copies, self.model = NgramCache(), model
+        self.of_model = Chance(0.75)
+        # By the number of bits of what agrees: 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 tokens.
+        self.of_copies = [Chance(chance) for chance in (0.0, 0.2, 0.4, 0.65, 0.85, 0.93, 0.95)]
+        self.made: list[tuple[Chance, Any]] = []
+        self.made_at = 0
+
+    @property
+    def offset(self) -> int:
+        """Tokens of context held."""
+        return cast(int, self.model.offset)
+
+    @property
+    def state(self) -> Any:
+        """The arrays of the model's context."""
+        return getattr(self.model, "state", ())
+
+    def learn(self, anchor: int) -> None:
+        """What became of the drafts that were made last, if anything was written since."""
+        if len(self.copies.tokens) >= self.made_at:
+            written = [*self.copies.tokens[self.made_at :], anchor]
+            for chance, drafts in self.made:
+                chance.learn(drafts if isinstance(drafts, list) else drafts[0].tolist(), written)
+        self.made = []
+
+
+class CombinedDrafter:
+    """Follows :class:`~dflash.drafters.protocol.Drafter`.
+
+    Args:
+        model: The drafter for text that does not repeat. If it can draw (:class:`~dflash.drafters.protocol.
+            DrawingDrafter`), so can this one.
+    """
+
+    def __init__(self, model: Drafter):
+        self.model = model
+        self.block_size = max(model.block_size, COPY_SIZE)
+        self.target_layer_ids = model.target_layer_ids
+        if hasattr(model, "draw"):
+            self.draw = self._draw
+
+    def bind(self, target: "LoadedTargetModel") -> None:
+        """Check that the target fits the model; to a copy, every target does."""
+        self.model.bind(target)
+
+    def make_cache(self) -> CombinedCache:
+        """An empty index beside a new context of the model."""
+        return CombinedCache(self.model.make_cache())
+
+    def extend_context(self, features: mx.array, cache: CombinedCache, tokens: mx.array) -> None:
+        """Append newly committed ``tokens [1, S]`` to both, with the model's ``features [1, S, F]``."""
+        self.model.extend_context(features, cache.model, tokens)
+        cache.copies.extend(cast(list[int], tokens[0].tolist()))
+
+    def wakes(self, text: Sequence[int], cache: CombinedCache) -> bool:
+        """Whether so much agrees with the end of ``text`` that a copy is worth an end of the drafter's sleep."""
+        cache.copies.read_ahead(text)
+        agreement = cache.copies.best_place(text[-1])[1]
+        return agreement >= WAKING and cache.of_copies[agreement.bit_length()].chance > 0.5
+
+    def propose(self, anchor: mx.array, length: int, cache: CombinedCache) -> Proposal:
+        """Up to ``length`` copied tokens, or as many of the model's as it has."""
+        return self._better(anchor, length, cache, lambda count: self.model.propose(anchor, count, cache.model))
+
+    def _draw(self, anchor: mx.array, length: int, cache: CombinedCache, sampler: "DrawingSampler") -> Proposal:
+        """As :meth:`propose`; the model's tokens are drawn. A copied one is certain."""
+        model = cast(Any, self.model)
+        return self._better(anchor, length, cache, lambda count: model.draw(anchor, count, cache.model, sampler))
+
+    def _better(self, anchor: mx.array, length: int, cache: CombinedCache, ask: Callable[[int], Proposal]) -> Proposal:
+        """The draft of which more tokens are expected to be accepted."""
+        last, count = cast(int, anchor.item()), min(length, self.model.block_size - 1)
+        cache.learn(last)
+        end, agreement = cache.copies.best_place(last)
+        copied = cache.copies.copy(end, agreement, last, min(length, COPY_SIZE - 1))
+        of_copies = cache.of_copies[agreement.bit_length()]
+        cache.made, cache.made_at = [(of_copies, copied)], cache.offset + 1
+        if (copied and of_copies.expected(len(copied)) >= cache.of_model.expected(count)) or count < 1:
+            return Proposal(mx.array([copied], mx.int32).reshape(1, len(copied)), source=COPY)
+        proposal = replace(ask(count), source=MODEL)
+        cache.made.append((cache.of_model, proposal.tokens))
+        return proposal

@@ -59,9 +59,10 @@ class ColouredText:
             yield self._blocks[number]
 
     def _tail(self, block: Record) -> str:
-        """The drafts that were checked and rejected, on one line."""
+        """The drafts that were checked and rejected, on one line, without what would command the terminal."""
         rejected = block["drafts"][block["accepted"] : block["verified"]]
-        return "".join(self._texts[str(token)] for token in rejected).replace("\n", "⏎")
+        text = "".join(self._texts[str(token)] for token in rejected).replace("\n", "⏎").replace("\t", "⇥")
+        return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
 def style_of(block: Record, token: int) -> str:

@@ -1,0 +1,100 @@
+"""``dflash generate --show-blocks``, ``--profile`` and ``--trace``: the same text, in colours on a terminal only."""
+
+import json
+import re
+
+import pytest
+from support.cli import assert_one_error, invoke
+from support.models import writer
+
+from dflash.cli import options as cli_options
+from dflash.trace import read_records
+
+TEXT = "one two\nthree\tfour five six"
+STYLE = re.compile(r"\x1b\[[\d;]*m")
+
+
+@pytest.fixture
+def generate(monkeypatch):
+    """``dflash generate`` with a drafter that is right four times out of five."""
+    monkeypatch.setattr(cli_options, "load_decoder", lambda *_: writer(TEXT, p=0.8))
+    return lambda *arguments: invoke("generate", "AB", "--raw", *arguments)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+@pytest.mark.parametrize("flag", ["--show-blocks", "--show-rejected", "--profile"])
+def test_a_pipe_gets_the_text_alone(generate, monkeypatch, flag):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert generate(flag).stdout == generate().stdout == TEXT + "\n"
+
+
+def test_a_terminal_shows_who_wrote_what(generate, terminal, tmp_path):
+    result = generate("--show-blocks", "--trace", tmp_path / "a.jsonl")
+    legend, shown = result.stdout.split("\n\n", 1)
+    assert "accepted draft" in legend
+    assert "rejected" not in legend
+    assert STYLE.sub("", shown) == TEXT.replace("\t", "   ") + "\n"  # to the next column of four
+    own = "".join(re.findall(r"\x1b\[4;30;46m(.*?)\x1b\[0m", shown, re.S))
+    _, *blocks = read_records(tmp_path / "a.jsonl")
+    assert own == "".join(block["pieces"][-1] for block in blocks).replace("\n", "")  # its colour would not show
+
+
+def test_rejected_drafts_are_struck_through_on_request(generate, terminal, tmp_path):
+    shown = generate("--show-rejected", "--trace", tmp_path / "a.jsonl").stdout
+    _, *blocks = read_records(tmp_path / "a.jsonl")
+    texts: dict[str, str] = {}
+    tails = []
+    for block in blocks:
+        texts |= block["texts"]
+        tails.append("".join(texts[str(t)] for t in block["drafts"][block["accepted"] : block["verified"]]))
+    assert all(character.isprintable() or character in "\n\x1b" for character in shown)
+    struck = re.findall(r"\x1b\[9;31m(.*?)\x1b\[0m", shown, re.S)[1:]  # the first is the legend's
+    assert len(struck) == sum(map(bool, tails)) > 1
+    assert STYLE.sub("", shown) != STYLE.sub("", generate("--show-blocks").stdout)
+
+
+def test_no_color_is_respected(generate, terminal, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = generate("--show-blocks").stdout
+    assert not re.search(r"\x1b\[[\d;]*\b(3\d|4\d)m", shown)
+
+
+def test_a_profile_shows_parts_and_lengths_and_goes_into_json(generate):
+    shown = generate("--profile", "--policy", "3").stderr
+    for word in ("prefill", "draft", "verify", "rewind", "host", "verified"):
+        assert word in shown
+    profile = json.loads(generate("--profile", "--policy", "3", "--json").stdout)["profile"]
+    assert {length["verified"] for length in profile["lengths"]} <= {0, 1, 2, 3}
+    assert profile["blocks"] == sum(length["blocks"] for length in profile["lengths"])
+    assert "profile" not in json.loads(generate("--json").stdout)
+
+
+def test_a_trace_names_the_models_of_the_command(generate, tmp_path):
+    generate("--trace", tmp_path / "a.jsonl", "--max-tokens", "9")
+    request, *blocks = read_records(tmp_path / "a.jsonl")
+    assert (request["target"], request["drafter"]) == ("bundled", "bundled")
+    assert request["options"]["max_tokens"] == 9
+    assert "".join(block["text"] for block in blocks) == "".join(p for b in blocks for p in b["pieces"])
+
+
+def test_what_does_not_go_together_is_one_line(generate, tmp_path):
+    assert_one_error(generate("--show-blocks", "--json"), "--show-blocks .* --json")
+    (tmp_path / "file").write_text("")
+    assert_one_error(generate("--trace", tmp_path / "file" / "a.jsonl"), "Cannot write the trace")
+
+
+def test_eval_traces_every_prompt(pair, prompts, tmp_path):
+    trace = tmp_path / "a.jsonl"
+    result = invoke("eval", pair[3], *pair[:2], "--prompts", prompts, "--max-tokens", "12", "--trace", trace, "--json")
+    assert result.exit_code == 0, result.output
+    records = list(read_records(trace))
+    assert [r["drafter"] for r in records if r["record"] == "request"] == [pair[3]] * 2
+    blocks = [r for r in records if r["record"] == "block" and r["number"] > 0]
+    answer = json.loads(result.stdout)
+    assert (len(blocks), sum(len(b["tokens"]) for b in blocks)) == (answer["blocks"], answer["generated_tokens"])

@@ -16,6 +16,8 @@ from .autoregressive import AutoregressiveDrafter
 from .combined import PREFIX as COMBINED
 from .combined import CombinedDrafter
 from .kinds import DEFAULT, KIND, drafter_class, is_language_model, kind_in, kind_of
+from .mtp import NAME as MTP
+from .mtp import MTPDrafter
 from .ngram import NAME as NGRAM
 from .ngram import NgramDrafter
 from .quantized import description, quantize_drafter, quantize_like
@@ -26,12 +28,13 @@ def load_drafter(path_or_hub_name: str | Path, bits: int | None = None, window: 
     """Load a drafter from a folder or a hub name: a ``DFlashDraftModel``, or the kind that its config names.
 
     Args:
-        path_or_hub_name: The checkpoint, ``"ngram"``, or ``"ngram+"`` and a checkpoint.
+        path_or_hub_name: The checkpoint, ``"ngram"``, ``"mtp"``, or ``"ngram+"`` and a checkpoint.
         bits: Quantise the linear layers of a DFlash drafter to so many bits a number, in groups of 64
             (:func:`~dflash.drafters.quantized.quantize_drafter`); head and embedding are the target's.
         window: Newest context tokens that full attention of a DFlash drafter sees
             (:meth:`~dflash.drafters.dflash.DFlashDraftModel.limit_context`).
 
+    The name ``"mtp"`` is the layer ``mtp.*`` in the target's own files (:class:`~dflash.drafters.mtp.MTPDrafter`).
     The name ``"ngram"`` needs no files: an :class:`~dflash.drafters.ngram.NgramDrafter` (write ``./ngram`` for a folder
     of that name), and ``"ngram+NAME"`` combines it with the drafter of that name
     (:class:`~dflash.drafters.combined.CombinedDrafter`). A whole language model becomes an
@@ -62,6 +65,8 @@ def _load(path_or_hub_name: str | Path) -> Any:
     """The drafter as its files have it."""
     if path_or_hub_name == NGRAM:
         return NgramDrafter()
+    if path_or_hub_name == MTP:
+        return MTPDrafter()
     path = resolve_checkpoint(path_or_hub_name)
     _refuse_run(path)
     values = read_json(path / "config.json")

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..drafters.mtp import NAME as MTP
 from ..drafters.ngram import NAME as NGRAM
 from ..files import resolve_checkpoint
 from ..generate import PAIR
@@ -94,7 +95,7 @@ def prompt_key(tokens: Sequence[int]) -> str:
 @lru_cache(maxsize=256)
 def drafter_identity(name: str) -> str:
     """Of a drafter that exists: the name of one without files of its own, else a hash of its config and weights."""
-    if name == NGRAM:
+    if name in (NGRAM, MTP):
         return name
     if name.startswith(f"{NGRAM}+"):
         return f"{NGRAM}+{drafter_identity(name.removeprefix(f'{NGRAM}+'))}"

@@ -56,6 +56,24 @@ def ratio_of_sums(numerator_P: Sequence[float], denominator_P: Sequence[float]) 
     return statistic
 
 
+def median_of(values_P: Sequence[float] | Floats) -> Callable[[Floats], Floats]:
+    """The statistic "median over prompts", which one stalled prompt does not move; values that are none count not."""
+    values = np.asarray(values_P, dtype=np.float64)
+    kept = np.flatnonzero(np.isfinite(values))
+    order = kept[np.argsort(values[kept])]
+
+    def statistic(weights_RP: Floats) -> Floats:
+        if not len(order):
+            return np.full(len(weights_RP), np.nan)
+        below_RP = np.cumsum(weights_RP[:, order], axis=1)
+        half_R = below_RP[:, -1:] / 2
+        low, high = (side(below_RP, half_R).argmax(axis=1) for side in (np.greater_equal, np.greater))
+        middle = (values[order][low] + values[order][high]) / 2
+        return np.where(below_RP[:, -1] > 0, middle, np.nan)
+
+    return statistic
+
+
 def t_quantile(freedom: int) -> float:
     """Student's t at 97.5 %, by Cornish and Fisher's expansion; from 3 degrees of freedom on good to 1 %."""
     z = 1.959964

@@ -3,8 +3,8 @@
 Knows the answers that are there. Must not know how they were made, or how a table or plot is drawn.
 
 A factor's effect is taken between cells that are alike in everything else, seed and prompts too, as a ratio of
-acceptance lengths or speeds. Its interval covers other prompts (bootstrap) and, where there are several seeds, other
-seeds: the spread of all cells that differ in the seed alone.
+acceptance lengths or speeds (prompt by prompt, the median: one stall moves nothing). Its interval covers other prompts
+(bootstrap) and, where there are several seeds, other seeds: the spread of all cells that differ in the seed alone.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .answers import Answer
-from .bootstrap import Floats, Interval, bootstrap, ratio_of_sums, t_quantile, widened
+from .bootstrap import Floats, Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
 from .plan import Plan, PlannedCell
 
 FEWEST_PROMPTS = 5
@@ -44,14 +44,13 @@ class CellAnswers:
 
     @cached_property
     def speed(self) -> Statistic:
-        """Tokens after the first per second since the first."""
-        return _speed(self.answers)
+        """Tokens after the first per second since the first; the median over prompts."""
+        return median_of(_speeds(self.answers))
 
     @cached_property
     def speedup(self) -> Statistic:
-        """Speed over that of plain mlx_lm on the same prompts."""
-        plain = _speed(self.plain)
-        return lambda weights: self.speed(weights) / plain(weights)
+        """Speed over that of plain mlx_lm, prompt by prompt; the median."""
+        return median_of(_speeds(self.answers) / _speeds(self.plain))
 
     @property
     def identical(self) -> bool | None:
@@ -135,7 +134,6 @@ def sessions_of(cells: Sequence[CellAnswers]) -> set[str]:
 def effects(plan: Plan, cells: Sequence[CellAnswers]) -> list[Effect]:
     """Of every factor each level against its first, for each set of prompts and metric; complete cells only."""
     complete = [cell for cell in cells if len(cell.answers) == cell.expected]
-    metrics = {"acceptance_length": "acceptance", "tokens_per_s": "speed"}
     found = []
     for factor, levels in plan.study.factors.items():
         first, *others = levels
@@ -143,10 +141,10 @@ def effects(plan: Plan, cells: Sequence[CellAnswers]) -> list[Effect]:
             mine = [cell for cell in complete if cell.prompts == name]
             for label in others:
                 pairs = list(_pairs(mine, factor, first, label))
-                for metric, attribute in metrics.items():
+                for metric, (attribute, _) in _METRICS.items():
                     usable = [pair for pair in pairs if all(_defined(getattr(cell, attribute), cell) for cell in pair)]
                     if usable:
-                        found.append(_effect((factor, first, label, name, metric), usable, attribute, mine))
+                        found.append(_effect((factor, first, label, name, metric), usable, mine))
     return found
 
 
@@ -172,21 +170,16 @@ def _pairs(
 def _effect(
     name: tuple[str, str, str, str, str],
     pairs: Sequence[tuple[CellAnswers, CellAnswers]],
-    attribute: str,
     cells: Sequence[CellAnswers],
 ) -> Effect:
-    def change(weights_RP: Floats) -> Floats:
-        """Mean over the pairs of the logarithm of the ratio, ``[R]``."""
-        logs = [np.log(getattr(b, attribute)(weights_RP) / getattr(a, attribute)(weights_RP)) for a, b in pairs]
-        return np.asarray(np.mean(logs, axis=0))
-
+    attribute, change_of = _METRICS[name[-1]]
+    changes = [change_of(before, after) for before, after in pairs]
     count = len(pairs[0][0].answers)
-    interval = bootstrap(change, count)
+    interval = bootstrap(lambda weights_RP: np.mean([change(weights_RP) for change in changes], axis=0), count)
     spread, freedom = _between_seeds(cells, attribute)
     if freedom:
         interval = widened(interval, t_quantile(freedom) * spread * math.sqrt(2 / len(pairs)))
-    one = np.ones((1, count))
-    each = [float(np.log(getattr(b, attribute)(one) / getattr(a, attribute)(one))[0]) for a, b in pairs]
+    each = [float(change(np.ones((1, count)))[0]) for change in changes]
     agreeing = sum(value * interval.value > 0 for value in each)
     return Effect(*name, interval.mapped(math.exp), len(pairs), agreeing, count)
 
@@ -208,8 +201,24 @@ def _defined(statistic: Statistic, cell: CellAnswers) -> bool:
     return bool(np.isfinite(statistic(np.ones((1, len(cell.answers)))))[0])
 
 
-def _speed(answers: Sequence[Answer]) -> Statistic:
-    return ratio_of_sums([a.timed_tokens for a in answers], [a.seconds for a in answers])
+def _speeds(answers: Sequence[Answer]) -> Floats:
+    """Tokens per second of each answer; not a number of those of one token."""
+    return np.array([a.timed_tokens / a.seconds if a.timed_tokens > 0 < a.seconds else np.nan for a in answers])
+
+
+def _acceptance_change(before: CellAnswers, after: CellAnswers) -> Statistic:
+    return lambda weights_RP: np.log(after.acceptance(weights_RP) / before.acceptance(weights_RP))
+
+
+def _speed_change(before: CellAnswers, after: CellAnswers) -> Statistic:
+    return median_of(np.log(_speeds(after.answers) / _speeds(before.answers)))
+
+
+_METRICS: dict[str, tuple[str, Callable[[CellAnswers, CellAnswers], Statistic]]] = {
+    "acceptance_length": ("acceptance", _acceptance_change),
+    "tokens_per_s": ("speed", _speed_change),
+}
+"""Of each metric the attribute of :class:`CellAnswers`, and the logarithm of its change between two cells."""
 
 
 def _columns(name: str, interval: Interval | None) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash.study.answers import Answer
-from dflash.study.bootstrap import Interval, bootstrap, ratio_of_sums, t_quantile, widened
+from dflash.study.bootstrap import Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
 from dflash.study.files import as_csv
 from dflash.study.plan import PlannedCell
 from dflash.study.results import CellAnswers, Effect, _between_seeds, _effect, matched
@@ -33,6 +33,16 @@ def test_pairs_have_the_same_prompts_in_every_resample():
     assert (paired.low, paired.high) == pytest.approx((1.1, 1.1))
     alone = bootstrap(one, 8)
     assert alone.high / alone.low > 2
+
+
+def test_a_median_weighs_prompts_and_one_stall_moves_nothing():
+    values = [4.0, 1.0, math.nan, 2.0, 900.0]
+    weights = np.array([[1.0, 1, 1, 1, 1], [0, 3, 5, 1, 0], [0, 0, 2, 0, 0], [1, 1, 0, 0, 0]])
+    assert median_of(values)(weights).tolist() == pytest.approx([3.0, 1.0, math.nan, 2.5], nan_ok=True)
+    slow, stalled = [[Answer([1] * 5, s, [5], [3], [3], "") for s in times] for times in ([2.0] * 5, [1.0] * 4 + [300])]
+    planned = PlannedCell(Cell({}, 0, {}, {}), None, "key", "plain")
+    cells = CellAnswers(planned, "set", stalled, slow, 5, {})
+    assert cells.row()["speedup"] == 2.0
 
 
 def test_one_prompt_says_nothing_of_others():
@@ -69,7 +79,7 @@ def test_an_effect_is_the_mean_ratio_of_cells_alike_in_everything_else():
     cells = [cell("x", [4, 8, 6, 4, 6]), cell("y", [8, 16, 12, 8, 12]), cell("x", [6] * 5, other="b")]
     (group,) = matched(cells, "factor")
     assert [c.planned.cell.levels["factor"] for c in group] == ["x", "y"]  # the third has no partner
-    effect = _effect(("factor", "x", "y", "set", "acceptance_length"), [tuple(group)], "acceptance", cells)
+    effect = _effect(("factor", "x", "y", "set", "acceptance_length"), [tuple(group)], cells)
     assert effect.ratio.value == pytest.approx(2)
     assert (effect.ratio.low, effect.ratio.high) == pytest.approx((2, 2))
     assert (effect.pairs, effect.agreeing, effect.verdict) == (1, 1, "higher")
@@ -81,7 +91,7 @@ def test_the_spread_between_seeds_widens_what_prompts_alone_would_say():
     spread, freedom = _between_seeds(cells, "acceptance")
     assert freedom == 2
     assert spread == pytest.approx(math.log(24 / 22) / 2)  # one pair of seeds apart, one equal
-    effect = _effect(("factor", "x", "y", "set", "acceptance_length"), groups, "acceptance", cells)
+    effect = _effect(("factor", "x", "y", "set", "acceptance_length"), groups, cells)
     assert effect.ratio.value == pytest.approx(math.sqrt(22 * 24) / 20)
     half = t_quantile(2) * spread  # two pairs: the square root of 2 / 2
     assert math.log(effect.ratio.high / effect.ratio.value) == pytest.approx(half)

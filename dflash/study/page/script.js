@@ -3,6 +3,7 @@
 const texts = JSON.parse(document.getElementById("data").textContent);
 const detail = document.getElementById("detail");
 let chosen = null;
+let closing = false;
 
 const percent = (p) => (p == null ? "" : p < 0.001 ? "<0.1\u00a0%" : `${Number((100 * p).toPrecision(p < 0.9995 ? 2 : 3))}\u00a0%`);
 
@@ -70,7 +71,11 @@ function clear(refocus) {
   choose(null);
   detail.classList.add("empty");
   detail.replaceChildren(element("p", { className: "muted" }, detail.dataset.hint));
-  if (refocus && place) place.focus({ preventScroll: true });
+  if (refocus && place) {
+    closing = true; // its focus would open the block again
+    place.focus({ preventScroll: true });
+    closing = false;
+  }
 }
 
 function choose(place) {
@@ -106,7 +111,7 @@ document.addEventListener("mouseover", (event) => {
 });
 document.addEventListener("focusin", (event) => {
   const place = blockOf(event);
-  if (!place) return;
+  if (!place || closing) return;
   if (chosen && chosen !== place) choose(place);
   else show(place);
 });

@@ -77,7 +77,7 @@ class CombinedCache:
         if len(self.copies.tokens) >= self.made_at:
             written = [*self.copies.tokens[self.made_at :], anchor]
             for chance, drafts in self.made:
-                chance.learn(drafts if isinstance(drafts, list) else drafts[0].tolist(), written)
+                chance.learn(drafts if isinstance(drafts, list) else drafts.tolist()[0], written)
         self.made = []
 
 
@@ -107,7 +107,7 @@ class CombinedDrafter:
     def extend_context(self, features: mx.array, cache: CombinedCache, tokens: mx.array) -> None:
         """Append newly committed ``tokens [1, S]`` to both, with the model's ``features [1, S, F]``."""
         self.model.extend_context(features, cache.model, tokens)
-        cache.copies.extend(cast(list[int], tokens[0].tolist()))
+        cache.copies.extend(cast(list[int], tokens.tolist()[0]))
 
     def wakes(self, text: Sequence[int], cache: CombinedCache) -> bool:
         """Whether so much agrees with the end of ``text`` that a copy is worth an end of the drafter's sleep."""

@@ -4,7 +4,8 @@ Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318)
 own distribution ``q`` and accepted, at each position, with the probability ``sum(min(p, q))``. First mismatch takes
 the drafter's best tokens and accepts each with the target's probability of it. So this rule pays where the target is
 uncertain and the drafter knows how much. For the bundled models, whose target is nearly certain, it does not: 20
-heldout requests at temperature 1 gave an acceptance length of 8.7 against 10.2.
+heldout requests at temperature 1 gave an acceptance length of 8.7 against 10.2. Accepting blocks as a whole
+(arXiv:2403.10444) adds nothing for them: along the same drafts -0.01 to 0.01 tokens a block, within the error.
 
 Knows arrays. Must not know models, caches or text.
 

@@ -82,7 +82,6 @@ class DraftCache:
 
     def commit(self, tokens: mx.array) -> None:
         """Append committed ``tokens [1, S]``: what the last draft fed of them stays fed, the others wait."""
-        tokens = tokens.astype(mx.int32)
         kept = self.forget_draft(tokens)
         self.waiting = mx.concatenate([self.waiting, tokens[:, kept:].astype(mx.int32)], axis=1)
         self.offset += tokens.shape[1]
@@ -254,7 +253,7 @@ def _can_be_trimmed(cache: Any) -> bool:
 
 
 def _ids(tokens: mx.array) -> list[int]:
-    return cast(list[int], tokens.tolist()[0])  # an operation on the array would be one more wait for the device
+    return cast(list[list[int]], tokens.tolist())[0]  # an operation on the array would be one more wait for the device
 
 
 def _texts(tokenizer: Any) -> dict[int, str]:

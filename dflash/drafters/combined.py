@@ -107,7 +107,7 @@ class CombinedDrafter:
     def extend_context(self, features: mx.array, cache: CombinedCache, tokens: mx.array) -> None:
         """Append newly committed ``tokens [1, S]`` to both, with the model's ``features [1, S, F]``."""
         self.model.extend_context(features, cache.model, tokens)
-        cache.copies.extend(cast(list[int], tokens.tolist()[0]))
+        cache.copies.extend(cast(list[list[int]], tokens.tolist())[0])
 
     def wakes(self, text: Sequence[int], cache: CombinedCache) -> bool:
         """Whether so much agrees with the end of ``text`` that a copy is worth an end of the drafter's sleep."""

@@ -163,7 +163,7 @@ class NgramDrafter:
 
     def extend_context(self, features: mx.array, cache: NgramCache, tokens: mx.array) -> None:
         """Index newly committed ``tokens [1, S]``; ``features [1, S, 0]`` are not read."""
-        cache.extend(cast(list[int], tokens.tolist()[0]))
+        cache.extend(cast(list[list[int]], tokens.tolist())[0])
 
     def wakes(self, text: Sequence[int], cache: NgramCache) -> bool:
         """Whether so much agrees with the end of ``text`` that a copy is worth an end of the drafter's sleep."""

@@ -24,6 +24,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 def small(kind: str = "qwen3_5", seed: int = 0, vocab: int = TEXT_VOCAB):
     """A hybrid target with untied head whose best tokens lead clearly."""
     dense = {} if kind.endswith("moe") else {"num_experts": 0}
+    mx.random.seed(seed)  # mlx-lm draws the decay of recurrent layers
     return small_models.build(kind, seed, vocab_size=vocab, **dense)
 
 

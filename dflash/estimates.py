@@ -24,8 +24,8 @@ class BlockCosts:
     on every device the curve is a staircase (matrix tiles). Uncertainty grows while a length is not used.
     """
 
-    level, shape, distance, plain, noise = 1.0, 0.4, 9.0, 0.3, 0.08  # standard deviations of logarithms; lengths
-    level_drift, shape_drift = 0.02, 0.03  # the same, a block
+    level, shape, distance, plain, noise = 1.0, 0.4, 9.0, 0.3, 0.14  # standard deviations of logarithms; lengths
+    level_drift, shape_drift = 0.03, 0.03  # the same, a block
 
     def __init__(self) -> None:
         position = np.arange(LONGEST + 2)  # plain step, no draft, one draft, ...
@@ -34,6 +34,7 @@ class BlockCosts:
         self._covariance[0, 0] += self.plain**2
         self._drift = self.level_drift**2 + self.shape_drift**2 * kernel
         self._mean: np.ndarray | None = None
+        self._tried: set[int] = set()
         self._surprise = 1.0  # mean square of what was not expected, in standard deviations
 
     @property
@@ -41,9 +42,14 @@ class BlockCosts:
         """Whether anything was observed."""
         return self._mean is not None
 
+    def tried(self, drafts: int) -> bool:
+        """Whether a block that verifies this many was observed."""
+        return _position(drafts) in self._tried
+
     def observe(self, drafts: int, seconds: float) -> None:
         """Learn that a block which verified ``drafts`` drafts took ``seconds``."""
         i, logarithm = _position(drafts), math.log(max(seconds, 1e-9))
+        self._tried.add(i)
         if self._mean is None:  # as if half of this block were a fixed cost: hopeful, so that short ones are tried
             share = np.arange(LONGEST + 2) / (i or 1)
             self._mean = np.log((1 + share) / 2) - math.log((1 + share[i]) / 2) + logarithm
@@ -76,6 +82,7 @@ class BlockCosts:
         costs = cls()
         costs._mean = np.array([math.log(seconds[i - 1]) for i in range(LONGEST + 2)])
         costs._covariance = 0.3**2 + 9 * costs._drift
+        costs._tried = set(range(LONGEST + 2))
         return costs
 
     def _known_mean(self) -> np.ndarray:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.bench import HELDOUT, BenchPrompt, PromptResult, compare, dflash_side, plain_side
@@ -35,11 +34,10 @@ BEGIN, END = "<!-- policy table: make bench -->", "<!-- end of policy table -->"
 
 @dataclass(frozen=True)
 class Case:
-    """Requests of one kind. Where answers run ``past_the_end``, no token stops them before :data:`MAX_TOKENS`."""
+    """Requests of one kind."""
 
     name: str
     prompts: list[BenchPrompt]
-    past_the_end: bool = False
 
 
 def cases(target: LoadedTargetModel, count: int) -> list[Case]:
@@ -52,13 +50,8 @@ def cases(target: LoadedTargetModel, count: int) -> list[Case]:
     return [
         Case("heldout requests", [BenchPrompt(text, target.build_prompt(text)) for text in inside[:count]]),
         Case("standard library", [BenchPrompt(t, target.build_prompt(t, chat=False)) for t in outside[:count]]),
-        Case("both in one answer", [BenchPrompt(text, target.build_prompt(text)) for text in mixed], past_the_end=True),
+        Case("both in one prompt", [BenchPrompt(text, target.build_prompt(text)) for text in mixed]),
     ]
-
-
-def endless(target: LoadedTargetModel) -> LoadedTargetModel:
-    """The target without a token that ends its answers."""
-    return LoadedTargetModel(target.model, TokenizerWrapper(target.tokenizer._tokenizer, eos_token_ids=[]))
 
 
 @dataclass(frozen=True)
@@ -156,11 +149,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, help="runs of each request")
     arguments = parser.parse_args()
     decoder = DFlashSpeculativeDecoder.from_pretrained()
-    past_the_end = DFlashSpeculativeDecoder(endless(decoder.loaded_target), decoder.draft_model)
     rows = []
     for case in cases(decoder.loaded_target, arguments.count):
         for temperature in (0.0, 0.8):
-            rows.append(measure(case, past_the_end if case.past_the_end else decoder, temperature, arguments.runs))
+            rows.append(measure(case, decoder, temperature, arguments.runs))
             print(table(rows[-1:]), flush=True)
     text = table(rows)
     if arguments.file is None:

@@ -4,8 +4,7 @@ Knows seconds and chances. Must not know tokens, text or models: a policy decide
 it writes. Times and chances are learned (``estimates.py``) from the blocks that are decoded anyway.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,11 +22,13 @@ class Drafts:
         count: How many there are.
         confidence: The drafter's probability of each; ``None`` where it has none, or may not be asked.
         source: Which of several drafters made them.
+        parents: Where they are a tree, the draft that each follows, -1 for the anchor; the likeliest stand first.
     """
 
     count: int
     confidence: Sequence[float] | None = None
     source: str = ""
+    parents: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class BlockRecord:
         seconds: Time of the whole block, or of the plain step.
         source: Which of several drafters made the drafts.
         asleep: Whether this was a plain step, for which no drafter was asked.
+        parents: As in :class:`Drafts`.
+        outcomes: Of the drafts that follow what was committed, verified or not, whether each is what was committed
+            next; ``None``: as ``matched`` says of a chain.
     """
 
     drafted: int
@@ -54,6 +58,8 @@ class BlockRecord:
     seconds: float
     source: str = ""
     asleep: bool = False
+    parents: Sequence[int] | None = None
+    outcomes: Mapping[int, bool] | None = None
 
     @property
     def compared(self) -> int:
@@ -159,13 +165,11 @@ class Adaptive(Policy):
         source = self._sources.setdefault(drafts.source, _Source(nap=self._first_nap))
         if not source.costs.known:
             return drafts.count
-        best, best_gain, usual = 0, -math.inf, source.usual.tokens_per_second
-        for k, tokens in enumerate(source.expected_tokens(drafts.count, drafts.confidence)):
-            seconds = source.costs.hoped(k)
-            gain = tokens - usual * seconds
-            if gain > best_gain:
-                best, best_gain = k, gain
-                self._why = {"tokens": tokens, "seconds": seconds, "usual_tokens_per_second": usual}
+        tokens = list(source.expected_tokens(drafts.count, drafts.confidence, drafts.parents))
+        seconds = [source.costs.hoped(k) for k in range(len(tokens))]
+        usual = source.usual.tokens_per_second or max(t / s for t, s in zip(tokens, seconds, strict=True))
+        best = max(range(len(tokens)), key=lambda k: tokens[k] - usual * seconds[k])
+        self._why = {"tokens": tokens[best], "seconds": seconds[best], "usual_tokens_per_second": usual}
         return best
 
     def observe(self, block: BlockRecord) -> None:
@@ -242,21 +246,27 @@ class _Source:
     recent: _Rate = field(default_factory=lambda: _Rate(RECENT))
     usual: _Rate = field(default_factory=lambda: _Rate(USUAL))
 
-    def expected_tokens(self, count: int, confidence: Sequence[float] | None) -> Iterator[float]:
+    def expected_tokens(
+        self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
+    ) -> Iterator[float]:
         """Tokens that a block commits if it verifies 0, 1, .. ``count`` drafts."""
-        survival = expected = 1.0
+        expected = 1.0
+        survival = [expected]  # of the anchor, then of each draft
         yield expected
         for i in range(count):
-            survival *= self.chances.chance(None if confidence is None else confidence[i])
-            expected += survival
+            chance = self.chances.chance(None if confidence is None else confidence[i])
+            survival.append(chance * survival[i if parents is None else parents[i] + 1])
+            expected += survival[-1]
             yield expected
 
     def last_tokens(self, block: BlockRecord) -> float:
         """What ``block`` was worth by all that is known now: less chance is in it than in what it committed."""
-        return max(self.expected_tokens(block.verified, block.confidence))
+        return max(self.expected_tokens(block.verified, block.confidence, block.parents))
 
     def learn(self, block: BlockRecord) -> None:
         """The block's time, and every draft of which it is known whether the target would have written it."""
         self.costs.observe(block.verified, block.seconds)
-        for i in range(min(block.matched + 1, block.compared)):
-            self.chances.observe(None if block.confidence is None else block.confidence[i], i < block.matched)
+        reached = range(min(block.matched + 1, block.compared))
+        outcomes = {i: i < block.matched for i in reached} if block.outcomes is None else block.outcomes
+        for i, accepted in outcomes.items():
+            self.chances.observe(None if block.confidence is None else block.confidence[i], accepted)

@@ -61,8 +61,8 @@ class DecodeOptions:
         frequency_context_size: It looks at this many last tokens.
         verify: The verification rule, or the name of a registered one: ``"first_mismatch"`` or
             ``"speculative_sampling"``, both exact, or one's own.
-        policy: How many drafts each block verifies: ``"full"`` (all), a number, ``"adaptive"`` (what commits most
-            tokens per second here; the drafter sleeps where it does not pay), the name of a registered policy, a file
+        policy: How many drafts each block verifies: ``"adaptive"`` (what commits most tokens per second here; the
+            drafter sleeps where it does not pay), ``"full"`` (all), a number, the name of a registered policy, a file
             of costs (``.json``) that an adaptive one saved, or a :class:`~dflash.policy.Policy` of one's own. It never
             changes the text.
         stop_strings: The text ends before the first of these; matched across token boundaries.
@@ -99,7 +99,7 @@ class DecodeOptions:
     frequency_penalty: float | None = None
     frequency_context_size: int = 20
     verify: VerifyRule | str = "first_mismatch"
-    policy: Policy | str | int = "full"
+    policy: Policy | str | int = "adaptive"
     stop_strings: Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     max_kv_size: int | None = None

@@ -85,7 +85,12 @@ def measure_each(
     temperature: float = 0.0,
     **options: Any,
 ) -> Iterator[Acceptance]:
-    """As :func:`measure`, but the counts of one prompt at a time."""
+    """As :func:`measure`, but the counts of one prompt at a time.
+
+    Every draft is verified unless ``options`` has another policy: acceptance is a property of the drafter, not of the
+    machine.
+    """
+    options = {"policy": "full"} | options
     decoder = DFlashSpeculativeDecoder(target, drafter, block_size=drafter.block_size, max_seq_length=maxsize)
     for prompt in prompts:
         blocks = committed = 0

@@ -154,7 +154,7 @@ PolicyName = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME|N",
-        help="Drafts that a block verifies: full (all), a number, adaptive (by measured cost), or a plug-in's.",
+        help="Drafts that a block verifies: adaptive (default, by measured cost), full (all), a number, a plug-in's.",
         callback=not_empty,
     ),
 ]

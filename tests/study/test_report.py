@@ -55,14 +55,15 @@ def test_the_page_refers_to_nothing_outside(page):
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org)|fetch\(|XMLHttpRequest|import\(", text)
 
 
-def test_a_report_of_256_tokens_is_small(tmp_path):
+def test_a_report_has_less_than_a_megabyte_for_256_tokens(tmp_path):
     loaded = LoadedTargetModel(target("qwen3", 1, TEXT_VOCAB).model, wrapped_tokenizer())
     decoder = DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB, block_size=16))
-    decoder.generate([65, 66, 67], max_tokens=256, trace=tmp_path / "a.jsonl")  # a block for almost every token
+    decoder.generate([65, 66, 67], max_tokens=64, trace=tmp_path / "a.jsonl")  # a block for almost every token
     records = list(read_records(tmp_path / "a.jsonl"))
-    assert sum(len(r["tokens"]) for r in records[1:]) == 256
+    assert sum(len(r["tokens"]) for r in records[1:]) == 64
+    assert len(records) > 50
     assert invoke("report", tmp_path / "a.jsonl", "-o", tmp_path / "a.html").exit_code == 0
-    assert (tmp_path / "a.html").stat().st_size < 1_000_000
+    assert (tmp_path / "a.html").stat().st_size < 1_000_000 * 64 / 256
 
 
 @pytest.mark.parametrize("arguments", [("--texts", "0"), ("nothing.jsonl",)])

@@ -1,7 +1,7 @@
 """``DFlashSpeculativeDecoder``: text in, the target's own text out, faster.
 
 Knows requests, stop tokens, timing and what is streamed. Must not know how a block is decoded (``decode.py``),
-how a prompt or an option is checked (``request.py``), or any architecture (``adapters``).
+how a prompt (``tokens.py``) or an option (``request.py``) is checked, or any architecture (``adapters``).
 """
 
 import logging
@@ -25,12 +25,14 @@ from .errors import DFlashError, GenerationError, IncompatibleModelsError
 from .policy import Policy
 from .profile import Profile
 from .prompt_cache import PromptCache
-from .request import DecodeOptions, Prompt, decode_options, prompt_tokens, require_count, token_row
+from .request import DecodeOptions, decode_options
 from .sampling import set_random_state
 from .target import LoadedTargetModel, TargetCache, load_target
 from .text import TextStream
 from .threads import threads_for
+from .tokens import Prompt, prompt_tokens, token_row
 from .trace import Recorder, TokenTexts, inspect, recording
+from .values import require_count
 
 PAIR = Path(__file__).parent / "pair"
 """The bundled models: ``PAIR / "target"`` and ``PAIR / "drafter"``."""

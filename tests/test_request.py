@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.errors import DFlashError, GenerationError
-from dflash.request import DecodeOptions, decode_options, prompt_tokens
+from dflash.request import DecodeOptions, decode_options
+from dflash.tokens import prompt_tokens
 
 PROMPT = [65, 66]
 USER = {"role": "user", "content": "hi"}

@@ -29,7 +29,7 @@ class Form:
 
     def tokens(self, prompt: str | list[dict[str, str]], target: "LoadedTargetModel") -> list[int]:
         """Token ids of a text or of messages. Raises :class:`~dflash.errors.GenerationError` where they have none."""
-        from ..request import prompt_tokens
+        from ..tokens import prompt_tokens
 
         return prompt_tokens(
             target, prompt, chat=self.chat, system=self.system, chat_template_config=self.switches or None
@@ -37,7 +37,7 @@ class Form:
 
     def continuation(self, text: str, target: "LoadedTargetModel") -> list[int]:
         """Token ids that go on within a cached message. Raises :class:`~dflash.errors.GenerationError` as above."""
-        from ..request import continuation_tokens
+        from ..tokens import continuation_tokens
 
         if self.system is not None:
             raise GenerationError("The system prompt belongs to the beginning: give --system to dflash cache-prompt.")

@@ -17,9 +17,9 @@ from typing import Any
 from ..errors import DataError, DFlashError, GenerationError, did_you_mean
 from ..files import read_json
 from ..prompts import read_conversations
-from ..request import prompt_tokens
 from ..target import LoadedTargetModel
 from ..target.identity import target_fingerprint
+from ..tokens import prompt_tokens
 from ..training.recipe import Recipe
 from .answers import Answers
 from .identity import decoding_key, drafter_identity, features_key, plain_key, plain_options, prompt_key, training_key

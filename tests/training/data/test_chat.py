@@ -10,7 +10,7 @@ from support.models import STOP, byte_tokenizer, qwen3_model
 from dflash import LoadedTargetModel
 from dflash.errors import DataError
 from dflash.prompts import Conversation
-from dflash.request import prompt_tokens
+from dflash.tokens import prompt_tokens
 from dflash.training.data.chat import encode, response_spans
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from ..files import atomic_write, remove_unfinished
@@ -58,7 +59,7 @@ def _figure(factors: Sequence[str], cells: Sequence[CellAnswers], attribute: str
     columns = min(3, len(factors))
     rows = -(-len(factors) // columns)
     figure = Figure(figsize=(3.1 * columns + 0.6, 2.7 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
     sets = list(dict.fromkeys(cell.prompts for cell in cells))
     for panel, factor in zip(panels, factors, strict=False):
         for number, name in enumerate(sets):
@@ -67,7 +68,7 @@ def _figure(factors: Sequence[str], cells: Sequence[CellAnswers], attribute: str
         panel.set_title(factor.removeprefix("decode.").removeprefix("train."), fontsize=9)
         panel.tick_params(labelsize=8)
         panel.grid(axis="y", alpha=0.25)
-    for panel in list(panels)[len(factors) :]:
+    for panel in panels[len(factors) :]:
         panel.set_visible(False)
     figure.supylabel(label, fontsize=9)
     if len(sets) > 1:
@@ -78,10 +79,13 @@ def _figure(factors: Sequence[str], cells: Sequence[CellAnswers], attribute: str
 def _panel(panel: Any, factor: str, cells: Sequence[CellAnswers], attribute: str, colour: str, name: str) -> None:
     groups = matched(cells, factor)
     labels = list(dict.fromkeys(cell.planned.cell.levels[factor] for group in groups for cell in group))
+    lines = []
     for group in groups:
-        points = sorted((labels.index(cell.planned.cell.levels[factor]), cell) for cell in group)
-        heights = [float(_values(cell, attribute)[0]) for _, cell in points]
-        panel.plot([x for x, _ in points], heights, color=colour, alpha=0.25, linewidth=0.8, marker=".", markersize=3)
+        points = [
+            (labels.index(cell.planned.cell.levels[factor]), float(_values(cell, attribute)[0])) for cell in group
+        ]
+        lines.append(sorted(points))
+    panel.add_collection(LineCollection(lines, colors=colour, alpha=0.25, linewidths=0.8))
     for x, label in enumerate(labels):
         mine = [cell for group in groups for cell in group if cell.planned.cell.levels[factor] == label]
         mean = bootstrap(_mean(mine, attribute), len(mine[0].answers))

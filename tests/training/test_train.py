@@ -1,5 +1,6 @@
 """A training run, from recipe to drafter: interrupted anywhere it ends the same, and bad input is one line."""
 
+import dataclasses
 import os
 import random
 import re
@@ -22,8 +23,10 @@ import dflash
 from dflash.errors import DFlashError, TrainingError
 from dflash.files import exclusive_lock
 from dflash.training import register_callback
+from dflash.training.batches import Batches
+from dflash.training.data.dataset import open_dataset
 from dflash.training.features import with_target_pass
-from dflash.training.train import train
+from dflash.training.train import cache_features, train
 
 
 def test_the_finished_drafter_loads_in_the_published_format_and_decodes_the_targets_own_text(undisturbed, folder):
@@ -324,3 +327,18 @@ def test_a_second_process_is_kept_out_of_every_folder_that_one_is_writing_to(fol
             assert answer.exit_code == 1
             assert f"Another process is writing to {tmp_path}; wait" in answer.stderr.splitlines()[-1]
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_run_of_the_first_sequences_reads_the_features_of_all(folder):
+    few = recipe(folder, "few", "data.sequences=3", "run.steps=4")
+    cached = recipe(folder, "few-cached", "data.sequences=3", "run.steps=4", f"data.cached_features={folder / 'all'}")
+    every = recipe(folder, "every", "run.steps=4")
+    cache_features(dataclasses.replace(cached, data=dataclasses.replace(cached.data, sequences=None)))
+    losses = {}
+    for one in (few, cached, every):
+        train(one)
+        losses[one.run.folder.name] = [line["loss"] for line in read_log(one.run.folder) if "loss" in line]
+    assert losses["few"] == pytest.approx(losses["few-cached"], rel=1e-3)
+    assert losses["few"] != pytest.approx(losses["every"], rel=1e-3)
+    batches = Batches(open_dataset(few.data.folder, "train", None).first(3), few.data, epochs=2)
+    assert {int(n) for number in range(len(batches)) for n in batches.members(number)} == {0, 1, 2}

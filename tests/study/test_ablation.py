@@ -141,11 +141,16 @@ def test_an_interruption_at_any_computation_loses_that_one_only(make, monkeypatc
     assert all(cell.row()["complete"] for cell in collect(plan))
 
 
-def test_features_are_cached_once_for_cells_that_read_the_same_layers(make):
-    vary = {"train.objective.kind": ["cross_entropy", "kl"], "train.drafter.target_layer_ids": [[0, 2], [1]]}
-    plan = ablate(make(cache_features=True, vary=vary))
+def test_features_are_cached_once_for_cells_that_read_the_same_layers(make, place):
+    changes = {
+        "vary": {"train.objective.kind": ["cross_entropy", "kl"], "train.drafter.target_layer_ids": [[0, 2], [1]]},
+        "prompts": {"one": {"file": str(place / "prompts.jsonl"), "limit": 1}},
+        "design": "one_at_a_time",
+        "plain": False,
+    }
+    plan = ablate(make(cache_features=True, **changes))
     assert len(list((plan.folder / "features").iterdir())) == 2
-    direct = ablate(dataclasses.replace(make(vary=vary), folder=plan.folder / "direct"))
+    direct = ablate(dataclasses.replace(make(**changes), folder=plan.folder / "direct"))
     assert [c.row()["acceptance_length"] for c in collect(plan)] == [
         c.row()["acceptance_length"] for c in collect(direct)
     ]

@@ -40,12 +40,13 @@ class Naps(Policy):
 
 def random_decoder(**options) -> DFlashSpeculativeDecoder:
     loaded = LoadedTargetModel(target("qwen3", 1, TEXT_VOCAB).model, wrapped_tokenizer())
-    return DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB), **options)
+    return DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB), **({"policy": "full"} | options))
 
 
 def traced(decoder: DFlashSpeculativeDecoder, **options):
     records: list[dict] = []
-    responses = list(decoder.stream_generate(PROMPT, trace=records.append, **options))
+    asked = {"policy": "full"} | options
+    responses = list(decoder.stream_generate(PROMPT, trace=records.append, **asked))
     return records[0], records[1:], responses
 
 

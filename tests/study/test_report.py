@@ -23,10 +23,10 @@ def traces(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("traces")
     often, logits = folder / "often.jsonl", folder / "random.jsonl"
     with TraceFile(often, drafter="scripted") as file:
-        writer(ANSWER, PROMPT, p=0.8).generate(PROMPT, trace=file)
+        writer(ANSWER, PROMPT, p=0.8).generate(PROMPT, trace=file, policy="full")
     loaded = LoadedTargetModel(writer(ANSWER, PROMPT).target_model, wrapped_tokenizer())
     drafter = random_drafter(3, TEXT_VOCAB, hidden_size=TEXT_VOCAB, num_target_layers=1, target_layer_ids=(0,))
-    DFlashSpeculativeDecoder(loaded, drafter).generate(PROMPT, trace=logits)
+    DFlashSpeculativeDecoder(loaded, drafter).generate(PROMPT, trace=logits, policy="full")
     return [often, logits]
 
 
@@ -57,7 +57,7 @@ def test_the_page_refers_to_nothing_outside(page):
 
 def test_a_report_has_less_than_a_megabyte_for_256_tokens(tmp_path):
     loaded = LoadedTargetModel(target("qwen3", 1, TEXT_VOCAB).model, wrapped_tokenizer())
-    decoder = DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB, block_size=16))
+    decoder = DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB, block_size=16), policy="full")
     decoder.generate([65, 66, 67], max_tokens=64, trace=tmp_path / "a.jsonl")  # a block for almost every token
     records = list(read_records(tmp_path / "a.jsonl"))
     assert sum(len(r["tokens"]) for r in records[1:]) == 64

@@ -108,12 +108,12 @@ def test_a_drafter_without_probabilities_has_no_calibration(by_hand):
 
 def test_acceptance_of_a_real_trace_is_that_of_eval(tmp_path):
     """The same answers, counted by the response and by the trace, a stop token inside the last block."""
-    decoder = writer("one two three four five six seven", p=0.7)
+    decoder = writer("one two three four five six seven", p=0.7, policy="full")
     path = tmp_path / "a.jsonl"
     decoder.generate([65, 66], trace=path)
     tables = t.read_traces(path)
     decoder.draft_model.random.seed(0)
-    (counts,) = measure_each(decoder.loaded_target, decoder.draft_model, [[65, 66]], 200)
+    (counts,) = measure_each(decoder.loaded_target, decoder.draft_model, [[65, 66]], 200, policy="full")
     assert t.acceptance_length(tables.blocks).value == counts.length
     survival = t.survival(tables.drafts)
     assert survival.blocks.tolist() == counts.verified[counts.verified > 0].tolist()

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .drafters.kinds import register_drafter as register_drafter
     from .drafters.protocol import Drafter as Drafter
     from .drafters.protocol import Proposal as Proposal
-    from .generate import DFlashResponse as DFlashResponse
     from .generate import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
     from .policy import Policy as Policy
     from .policy import register_policy as register_policy
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from .request import DecodeOptions as DecodeOptions
     from .sampling import register_logits_processor as register_logits_processor
     from .sampling import register_sampler as register_sampler
+    from .stream import DFlashResponse as DFlashResponse
     from .target import LoadedTargetModel as LoadedTargetModel
     from .target import load_target as load_target
     from .trace import TraceFile as TraceFile
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "DFlashConfig": "drafters.config",
     "DFlashDraftModel": "drafters.dflash",
-    "DFlashResponse": "generate",
+    "DFlashResponse": "stream",
     "DFlashSpeculativeDecoder": "generate",
     "DecodeOptions": "request",
     "Drafter": "drafters.protocol",

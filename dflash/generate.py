@@ -1,80 +1,43 @@
 """``DFlashSpeculativeDecoder``: text in, the target's own text out, faster.
 
-Knows requests, stop tokens, timing and what is streamed. Must not know how a block is decoded (``decode.py``),
-how a prompt (``tokens.py``) or an option (``request.py``) is checked, or any architecture (``adapters``).
+Knows models and requests: what is loaded, checked and kept from one to the next. Must not know how a block is decoded
+(``decode.py``) or becomes text (``stream.py``), how a prompt (``tokens.py``) or an option (``request.py``) is checked,
+or any architecture (``adapters``).
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
-from .decode import Block, DecodeState, Decoding, decode, feed, prefill
+from .decode import Decoding, decode, feed, prefill
 from .drafters.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
+from .drafters.tree import TreeDrafter
 from .errors import DFlashError, GenerationError, IncompatibleModelsError
 from .policy import Policy
-from .profile import Profile
 from .prompt_cache import PromptCache
 from .request import DecodeOptions, decode_options
-from .sampling import set_random_state
+from .stream import DFlashResponse, Step, first_block, responses, through_stop
 from .target import LoadedTargetModel, TargetCache, load_target
 from .text import TextStream
 from .threads import threads_for
 from .tokens import Prompt, prompt_tokens, token_row
-from .trace import Recorder, TokenTexts, inspect, recording
+from .trace import TokenTexts, inspect, recording
 from .values import require_count
 
 PAIR = Path(__file__).parent / "pair"
 """The bundled models: ``PAIR / "target"`` and ``PAIR / "drafter"``."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DFlashResponse:
-    """One step of a streamed generation.
-
-    The first response carries the token that the prompt's own pass chose; each later one is a block, so that
-    the acceptance length tau is the mean of ``len(tokens)`` over all responses but the first.
-
-    Args:
-        text: Text that became certain in this step, possibly empty.
-        tokens: Tokens that became certain in this step: those that the block committed, to the stop token or the
-            token in which a stop string begins, either included. Tokens whose text may be part of a stop string
-            come with a later step, or not at all.
-        accepted: How many of ``drafted`` the target accepted; the block committed these and one token of the
-            target's own, before anything was cut from it. 0 for the first response.
-        drafted: Tokens that the drafter proposed in this step.
-        prompt_tokens: Tokens in the prompt.
-        prompt_tps: Prompt tokens per second.
-        generation_tokens: Tokens generated so far.
-        generation_tps: Tokens after the first per second since the first; 0 while there is only one.
-        peak_memory: Peak memory of the process's MLX arrays in GB.
-        finish_reason: ``"stop"``, ``"length"``, or ``None`` before the end.
-        profile: Where the time went; in the last response of a request with ``profile=True``.
-    """
-
-    text: str
-    tokens: list[int]
-    accepted: int
-    drafted: list[int]
-    prompt_tokens: int
-    prompt_tps: float
-    generation_tokens: int
-    generation_tps: float
-    peak_memory: float
-    finish_reason: str | None = None
-    profile: Profile | None = None
 
 
 class DFlashSpeculativeDecoder:
@@ -268,7 +231,7 @@ class DFlashSpeculativeDecoder:
         """The decoder's own options, those ``given`` in their place."""
         return decode_options(self.options | {name: value for name, value in given.items() if value is not None})
 
-    def _steps(self, prompt: list[int], options: DecodeOptions) -> Iterator["_Step"]:
+    def _steps(self, prompt: list[int], options: DecodeOptions) -> Iterator[Step]:
         """Check the request now, decode lazily: the prompt's own token, then blocks, to a stop or the limit."""
         vocab_size = self.loaded_target.vocab_size
         options.check_vocabulary(vocab_size)
@@ -278,6 +241,8 @@ class DFlashSpeculativeDecoder:
             raise GenerationError(f"The prompt holds token ids outside 0 to {vocab_size - 1}.")
         max_tokens = options.token_limit(len(prompt), self.max_seq_length)
         cache = self.loaded_target.make_cache(**options.cache_options)  # refuses options that do not fit the model
+        if options.tree is not None:
+            self.loaded_target.check_trees(cache)
         if options.prompt_cache is not None:
             options.prompt_cache.check_models(self.loaded_target, self.draft_model)
         return self._decode(prompt, max_tokens, options, cache)
@@ -315,14 +280,14 @@ class DFlashSpeculativeDecoder:
             self._policies[options.policy] = options.build_policy()
         return self._policies[options.policy]
 
-    def _decode(
-        self, prompt: list[int], max_tokens: int, options: DecodeOptions, cache: TargetCache
-    ) -> Iterator["_Step"]:
+    def _decode(self, prompt: list[int], max_tokens: int, options: DecodeOptions, cache: TargetCache) -> Iterator[Step]:
         if max_tokens == 0:
             return
         if options.seed is not None:
             mx.random.seed(options.seed)
         target, drafter, generated = self.loaded_target, self.draft_model, 0
+        if options.tree is not None:
+            drafter = cast(Drafter, TreeDrafter(drafter, options.tree))
         run = Decoding(
             target,
             drafter,
@@ -342,86 +307,23 @@ class DFlashSpeculativeDecoder:
                 caches = kept.target_cache, kept.draft_cache
             state = prefill(run, prompt, options.prefill_step_size, *caches)
             blocks = decode(run, state, max_tokens, self.block_size)
+            watched = self.threads.watch(blocks) if decides else blocks
             try:
-                for block in chain([_first_block(state)], self.threads.watch(blocks) if decides else blocks):
-                    tokens = _through_stop(block.tokens, stops)
-                    generated += len(tokens)
-                    finish = "stop" if tokens[-1] in stops else "length" if generated == max_tokens else None
-                    if finish is not None and block.random_states:  # what was drawn past the end was not
-                        set_random_state(block.random_states[len(tokens) - 1])
-                    yield _Step(tokens, block, finish, run.policy.why() if options.watched else {})
-                    if finish is not None:
-                        return
+                for step in through_stop(chain([first_block(state)], watched), stops, max_tokens):
+                    generated += len(step.tokens)
+                    yield replace(step, why=run.policy.why()) if options.watched else step
             finally:
                 blocks.close()  # plain steps hand over to the drafter what they kept for it
                 if kept is not None:
                     kept.end(state.tokens, len(prompt) + generated)
 
     def _recorded(
-        self, prompt: list[int], options: DecodeOptions, steps: Iterator["_Step"], text: TextStream
+        self, prompt: list[int], options: DecodeOptions, steps: Iterator[Step], text: TextStream
     ) -> Iterator[DFlashResponse]:
         about = {"block_size": self.block_size, "parts_apart": options.profile, "options": options.given()}
         models = {"target": self.loaded_target.model, "drafter": self.draft_model}
         with recording(options.trace, options.profile, self._texts, prompt, models, about) as recorder:
-            yield from self._respond(prompt, steps, text, recorder)
-
-    def _respond(
-        self, prompt: list[int], steps: Iterator["_Step"], text: TextStream, recorder: Recorder | None
-    ) -> Iterator[DFlashResponse]:
-        start = time.perf_counter()
-        prompt_seconds, generated = 0.0, 0
-        for step in steps:
-            if not prompt_seconds:
-                now = time.perf_counter()
-                prompt_seconds, start = now - start, now
-            ended = step.finish_reason == "stop"
-            piece, tokens = text.add(step.tokens[:-1] if ended else step.tokens)
-            finish = "stop" if text.stopped else step.finish_reason
-            if finish is not None and not text.stopped:
-                rest, late = text.finish()
-                piece, tokens = piece + rest, tokens + late
-                finish = "stop" if text.stopped else finish
-                tokens += step.tokens[-1:] if ended and not text.stopped else []
-            generated += len(tokens)
-            if recorder is not None:
-                said = {"pieces": text.segments, "text": piece, "finish_reason": finish}
-                recorder.block(step.block, step.tokens, step.why, said)
-            yield DFlashResponse(
-                text=piece,
-                tokens=tokens,
-                accepted=step.block.accepted,
-                drafted=step.block.drafted,
-                prompt_tokens=len(prompt),
-                prompt_tps=len(prompt) / prompt_seconds,
-                generation_tokens=generated,
-                generation_tps=max(generated - 1, 0) / max(time.perf_counter() - start, 1e-9),
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=finish,
-                profile=recorder.profile if recorder is not None and finish is not None else None,
-            )
-            if finish is not None:
-                return
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A block cut at the first stop token."""
-
-    tokens: list[int]
-    block: Block
-    finish_reason: str | None
-    why: Mapping[str, float]
-
-
-def _first_block(state: DecodeState) -> Block:
-    """The prompt's own pass as a block without drafts."""
-    return Block(drafted=[], tokens=state.tokens[state.prompt_length :], accepted=0)
-
-
-def _through_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
-    """``tokens`` up to and including the first stop token."""
-    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
-    return tokens[: end + 1]
+            yield from responses(len(prompt), steps, text, recorder)
 
 
 def _fitting_block_size(wanted: int | None, own: int, max_length: int | None) -> int:

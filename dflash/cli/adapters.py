@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import DFlashError, did_you_mean
-from . import options
+from . import options, terminal
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -37,7 +37,7 @@ def list_adapters() -> None:
     table = Table("model_type", "adapter", "from")
     for model_type, adapter in registered_adapters().items():
         table.add_row(model_type, adapter.__name__, adapter.__module__)
-    options.print_rich(table)
+    terminal.print_rich(table)
 
 
 @app.command("check")
@@ -74,7 +74,7 @@ def check_adapter(
     if rounds < 1:
         raise DFlashError(f"--rounds must be at least 1, got {rounds}.")
     target = _target(model, trust_remote_code)
-    options.show_progress()
+    terminal.show_progress()
     cache_options = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
     report = check(target, rounds, seed, on_check=_print_check, show=True, **cache_options)
     failed = sum(not found.passed for found in report.checks)
@@ -98,8 +98,8 @@ def bench_rewind(
 
     if blocks < 1:
         raise DFlashError(f"--blocks must be at least 1, got {blocks}.")
-    options.show_progress()
-    options.print_rich(table(measure(blocks)))
+    terminal.show_progress()
+    terminal.print_rich(table(measure(blocks)))
 
 
 def _target(name: str, trust_remote_code: bool) -> "nn.Module | LoadedTargetModel":

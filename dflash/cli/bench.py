@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DFlashError, one_line
-from . import options
+from . import loading, options, terminal
 from .requests import Form, Requests, that_fit
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ def bench(
     sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy)
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
-    options.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
-    decoders = options.load_decoders(target, drafter or (), block_size, trust_remote_code, draft_bits, draft_window)
-    options.show_progress()
+    loading.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
+    decoders = loading.load_decoders(target, drafter or (), block_size, trust_remote_code, draft_bits, draft_window)
+    terminal.show_progress()
     comparison = _Comparison(decoders, requests, form, sampling, max_tokens, seed)
     comparison.carry_out(runs)
     settings = {name: value for name, value in asked.items() if name != "as_json"} | {
-        "target": options.path_or_bundled(target),
-        "drafter": [options.path_or_bundled(name) for name in drafter or ()] or options.BUNDLED,
+        "target": loading.path_or_bundled(target),
+        "drafter": [loading.path_or_bundled(name) for name in drafter or ()] or loading.BUNDLED,
         "prompts": requests.identity(),
         "max_tokens": max_tokens or options.MAX_TOKENS,
         "block_size": [decoder.block_size for decoder in decoders.values()],
@@ -162,7 +162,7 @@ class _Comparison:
         if as_json:
             print(json.dumps(only.to_dict() if only else several_dict(reports), indent=1))
         else:
-            options.print_rich(only.render() if only else render_several(reports))
+            terminal.print_rich(only.render() if only else render_several(reports))
         different = [name for name, report in reports.items() if not report.lossless]
         if self.failures:
             print(
@@ -195,7 +195,7 @@ class _Comparison:
             results = [result[name] for result in self.results]
             with self.threads.in_use():
                 limit = None if self.interrupted else limit_of(decoder, results, sampler)
-            verdicts = judge(results, options.score_answers)
+            verdicts = judge(results, loading.score_answers)
             reports[name] = Report(settings, results, self.sampling.greedy, limit, verdicts, about)
         return reports
 
@@ -219,15 +219,15 @@ def doctor(
     from ..drafters import load_drafter
     from ..target import load_target
 
-    options.print_pairs(machine_report())
+    terminal.print_pairs(machine_report())
     if target is not None:
         loaded = load_target(target, trust_remote_code)
         print()
-        options.print_pairs(target_report(loaded, target) | {"unused tokens": _unused(loaded)})
+        terminal.print_pairs(target_report(loaded, target) | {"unused tokens": _unused(loaded)})
     if drafter is not None:
-        found = load_drafter(options.drafter_name(drafter))
+        found = load_drafter(loading.drafter_name(drafter))
         print()
-        options.print_pairs(drafter_report(found, drafter))
+        terminal.print_pairs(drafter_report(found, drafter))
 
 
 def _unused(target: "LoadedTargetModel") -> str:

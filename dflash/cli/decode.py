@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DFlashError
-from . import options
+from . import loading, options, terminal
 from .requests import Form, Requests
 
 if TYPE_CHECKING:
     from ..bench import PromptResult
-    from ..generate import DFlashResponse
+    from ..stream import DFlashResponse
 
 app = typer.Typer()
 
@@ -89,23 +89,23 @@ def generate(
 
     if as_json and (show_blocks or show_rejected):
         raise DFlashError("--show-blocks colours text, and --json prints none; leave one of them out.")
-    text = options.prompt_text(prompt, keep_ends=not chat)
+    text = terminal.prompt_text(prompt, keep_ends=not chat)
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
     processors = tuple(logits_processor or ())
     sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy)
-    decoder = options.load_decoder(target, drafter, block_size, trust_remote_code, draft_bits, draft_window)
+    decoder = loading.load_decoder(target, drafter, block_size, trust_remote_code, draft_bits, draft_window)
     caching = options.caching(max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     if prompt_cache_file is None:
         tokens = form.tokens(text, decoder.loaded_target)
     else:
         caching["prompt_cache"] = cache = decoder.load_prompt_cache(prompt_cache_file)
         tokens = cache.tokens + form.continuation(text, decoder.loaded_target)
-    options.set_seed(seed)
+    loading.set_seed(seed)
     coloured = ColouredText(show_rejected) if show_blocks or show_rejected else None
     responses = []
     with ExitStack() as stack:
-        names = {"target": options.path_or_bundled(target), "drafter": options.path_or_bundled(drafter)}
+        names = {"target": loading.path_or_bundled(target), "drafter": loading.path_or_bundled(drafter)}
         file = None if trace is None else stack.enter_context(TraceFile(trace, **names))
         watching: dict[str, Any] = {"trace": together(file, coloured), "profile": profile}
         for response in decoder.stream_generate(
@@ -113,7 +113,7 @@ def generate(
         ):
             responses.append(response)
             if not as_json and coloured is None:
-                options.show(response.text)
+                terminal.show(response.text)
     result = generation(len(tokens), responses)
     if as_json:
         print(json.dumps(result))
@@ -179,8 +179,8 @@ def demo(
     from .. import bench as b
     from ..bench import demo as d
 
-    text = None if prompt is None else options.prompt_text(prompt)
-    decoder = options.load_decoder(target, drafter, trust_remote_code=trust_remote_code)
+    text = None if prompt is None else terminal.prompt_text(prompt)
+    decoder = loading.load_decoder(target, drafter, trust_remote_code=trust_remote_code)
     loaded = decoder.loaded_target
     if text is None:
         requests = Requests.read(b.HELDOUT).encode(loaded, Form())
@@ -189,9 +189,9 @@ def demo(
     sides = d.demo_sides(decoder, requests)
     request = d.choose_request(sides, requests) if text is None else requests[0]
     print(f"Request: {request.text}")
-    d.stream_once(sides, request, lambda name: print(f"\n\n--- {name}\n", flush=True), options.show)
+    d.stream_once(sides, request, lambda name: print(f"\n\n--- {name}\n", flush=True), terminal.show)
     result = d.measure(sides, request)
-    verdicts = b.judge([result], options.score_answers)[0]
+    verdicts = b.judge([result], loading.score_answers)[0]
     _print_demo(result, verdicts)
     if decoder.threads.count is not None:
         print(f"{'threads':<13} {decoder.threads}")

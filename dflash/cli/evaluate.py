@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DFlashError
-from . import options
+from . import loading, options, terminal
 from .requests import Form, Requests, that_fit
 
 if TYPE_CHECKING:
@@ -74,18 +74,18 @@ def evaluate(
     processors = tuple(logits_processor or ())
     sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify)
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
-    decoder = options.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
+    decoder = loading.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
     loaded = decoder.loaded_target
     fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, max_tokens)
-    options.set_seed(seed)
-    options.show_progress()
+    loading.set_seed(seed)
+    terminal.show_progress()
     with ExitStack() as stack:
-        names = {"target": options.path_or_bundled(target), "drafter": options.path_or_bundled(drafter)}
+        names = {"target": loading.path_or_bundled(target), "drafter": loading.path_or_bundled(drafter)}
         watching = {} if trace is None else {"trace": stack.enter_context(TraceFile(trace, **names))}
         parts, interrupted = _parts(decoder, [p.tokens for p in fitting], max_tokens, sampling, watching)
     settings = {name: value for name, value in asked.items() if name != "as_json"} | {
-        "target": options.path_or_bundled(target),
-        "drafter": options.path_or_bundled(drafter),
+        "target": loading.path_or_bundled(target),
+        "drafter": loading.path_or_bundled(drafter),
         "prompts": requests.identity(),
         "trace": trace and str(trace),
     }

@@ -1,24 +1,18 @@
-"""What several commands share: options and their checks, the decoders that they load, text in and tables out.
+"""The options that several commands share, and their checks.
 
-Knows typer, streams and rich. Must not know any one command.
+Knows typer, and the options of decoding. Must not know any one command, models (``loading.py``) or what is printed
+(``terminal.py``).
 """
 
 import json
-import logging
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import DataError, DFlashError
 
-if TYPE_CHECKING:
-    from ..generate import DFlashSpeculativeDecoder
-
-BUNDLED, NGRAM, COMBINED = "bundled", "ngram", "ngram+"
 MAX_TOKENS = 512
 LARGEST_SEED = 2**64 - 1
 
@@ -266,100 +260,6 @@ def caching(
     }
 
 
-# --- decoders ------------------------------------------------------------------------------------------
-
-
-def drafter_name(name: str) -> str:
-    """What :func:`~dflash.load_drafter` takes: ``bundled``, after ``ngram+`` too, is the bundled drafter's folder."""
-    from ..generate import PAIR
-
-    combined = COMBINED if name.startswith(COMBINED) else ""
-    rest = name.removeprefix(combined)
-    return combined + (str(PAIR / "drafter") if rest == BUNDLED else rest)
-
-
-def load_decoder(
-    target: str | None,
-    drafter: str | None,
-    block_size: int | None = None,
-    trust_remote_code: bool = False,
-    draft_bits: int | None = None,
-    draft_window: int | None = None,
-) -> "DFlashSpeculativeDecoder":
-    """The decoder that every command uses; without names, the bundled models.
-
-    ``bundled`` names the bundled drafter, and drafters that need no training draft for the bundled target too.
-    """
-    from ..generate import PAIR, DFlashSpeculativeDecoder
-
-    if target is None and drafter in (BUNDLED, NGRAM, COMBINED + BUNDLED):
-        target = str(PAIR / "target")
-    drafter = None if drafter is None else drafter_name(drafter)
-    asked: dict[str, Any] = {"draft_bits": draft_bits, "draft_window": draft_window}
-    if block_size is not None:
-        asked["block_size"] = block_size
-    return DFlashSpeculativeDecoder.from_pretrained(target, drafter, trust_remote_code=trust_remote_code, **asked)
-
-
-def load_decoders(
-    target: str | None,
-    drafters: Sequence[str],
-    block_size: int | None = None,
-    trust_remote_code: bool = False,
-    draft_bits: int | None = None,
-    draft_window: int | None = None,
-) -> dict[str, "DFlashSpeculativeDecoder"]:
-    """A decoder for each drafter, by its name; they share the target. Without names, the bundled models."""
-    if len(set(drafters)) < len(drafters):
-        raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(drafters)}.")
-    if not drafters:
-        return {BUNDLED: load_decoder(target, None, block_size, trust_remote_code, draft_bits, draft_window)}
-    first, *others = drafters
-    decoders = {first: load_decoder(target, first, block_size, trust_remote_code, draft_bits, draft_window)}
-    if others:
-        from ..generate import DFlashSpeculativeDecoder, load_drafter
-
-        asked: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
-        for name in others:
-            drafter = load_drafter(drafter_name(name), draft_bits, draft_window)
-            decoders[name] = DFlashSpeculativeDecoder(decoders[first].loaded_target, drafter, **asked)
-    return decoders
-
-
-def set_seed(seed: int | None) -> None:
-    """Seed sampling; ``None`` leaves it random."""
-    if seed is not None:
-        import mlx.core as mx
-
-        mx.random.seed(seed)
-
-
-def score_answers(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:
-    """Judge answers to requests of the toy tasks, which the bundled models know."""
-    from ..training.toy.tasks import check_answers
-
-    try:
-        return [verdict.ok for verdict in check_answers(pairs)]
-    except (KeyError, TypeError) as error:
-        raise DFlashError(f'A "check" in the prompts is of no known kind: {error!r}.') from error
-
-
-# --- text in, text and tables out ----------------------------------------------------------------------
-
-
-def prompt_text(prompt: str, keep_ends: bool = False) -> str:
-    """The prompt of a command; ``-`` is standard input, with or without the white space at its ends."""
-    if prompt == "-":
-        try:
-            prompt = sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DFlashError(f"Standard input is not UTF-8 text: {error}.") from error
-        prompt = prompt if keep_ends else prompt.strip()
-    if not prompt.strip():
-        raise DFlashError("The prompt is empty; expected text.")
-    return prompt
-
-
 def json_object(text: str | None, option: str, example: str = '{"enable_thinking": false}') -> dict[str, Any]:
     """A JSON object given on the command line. Raises :class:`~dflash.errors.DataError` for anything else."""
     try:
@@ -369,36 +269,3 @@ def json_object(text: str | None, option: str, example: str = '{"enable_thinking
     if not isinstance(value, dict):
         raise DataError(f"{option} must be a JSON object such as {example}, got {text}.")
     return value
-
-
-def show(text: str) -> None:
-    """Print a piece of text as it comes."""
-    print(text, end="", flush=True)
-
-
-def show_progress() -> None:
-    """Let the log lines of :func:`~dflash.progress.progress` through to stderr, and no other information."""
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("dflash.progress").setLevel(logging.INFO)
-
-
-def print_pairs(pairs: dict[str, str]) -> None:
-    """Names and values in two columns."""
-    width = max(map(len, pairs))
-    for name, value in pairs.items():
-        print(f"{name:<{width}}  {value}")
-
-
-def print_rich(renderable: Any) -> None:
-    """Tables keep their full width in files and pipes."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(renderable)
-
-
-def path_or_bundled(name: str | None) -> str:
-    """How JSON names a model: an absolute path, a hub name, or ``bundled``."""
-    return BUNDLED if name is None else str(Path(name).resolve()) if Path(name).exists() else name

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import options
+from . import loading, options, terminal
 from .requests import Form
 
 app = typer.Typer()
@@ -46,10 +46,10 @@ def cache_prompt(
 
     dflash generate "Who is the thief?" --prompt-cache-file book.safetensors
     """
-    text = options.prompt_text(prompt, keep_ends=True)
+    text = terminal.prompt_text(prompt, keep_ends=True)
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     caching = options.caching(max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
-    decoder = options.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
+    decoder = loading.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
     cache, began = decoder.make_prompt_cache(**caching), time.perf_counter()
     decoder.cache_prompt(text, cache, chat=form.chat, system=form.system, chat_template_config=form.switches or None)
     cache.save(prompt_cache_file, {} if target is None else {"model": target})

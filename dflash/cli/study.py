@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .options import print_rich
+from .terminal import print_rich
 from .training import print_settings, runs_table, table
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def compare(
     from ..errors import DFlashError
     from ..study.compare import compare as run
     from ..study.settings import PromptSet
-    from .options import show_progress
+    from .terminal import show_progress
 
     if len(runs) < 2:
         raise DFlashError("compare needs at least two runs; dflash runs shows one.")

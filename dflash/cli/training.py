@@ -13,7 +13,8 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import DFlashError, did_you_mean
-from .options import not_empty, print_rich
+from .options import not_empty
+from .terminal import print_rich
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe

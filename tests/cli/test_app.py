@@ -11,8 +11,7 @@ from support.models import writer
 
 import dflash
 from dflash import backend
-from dflash.cli import global_options_first
-from dflash.cli import options as cli_options
+from dflash.cli import global_options_first, loading
 from dflash.errors import BackendError
 
 
@@ -47,7 +46,7 @@ def test_ctrl_c_exits_130_quietly(monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_options, "load_decoder", interrupted)
+    monkeypatch.setattr(loading, "load_decoder", interrupted)
     result = invoke("generate", "Hi")
     assert (result.exit_code, result.stderr) == (130, "")
 
@@ -85,7 +84,7 @@ from dflash.sampling import register_logits_processor
 def only(tokens, logits):
     return mx.where(mx.arange(logits.shape[-1]) == 65, logits, -mx.inf)
 """)
-    monkeypatch.setattr(cli_options, "load_decoder", lambda *_, **__: writer("hello"))
+    monkeypatch.setattr(loading, "load_decoder", lambda *_, **__: writer("hello"))
     named = ["generate", "AB", "--raw", "--max-tokens", "3", "--logits-processor", "only_token_65", "--json"]
     answer = json.loads(invoke("--plugin", plugin, *named).stdout)
     assert answer["tokens"] == [65, 65, 65]

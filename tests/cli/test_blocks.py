@@ -7,7 +7,7 @@ import pytest
 from support.cli import assert_one_error, invoke
 from support.models import writer
 
-from dflash.cli import options as cli_options
+from dflash.cli import loading
 from dflash.trace import read_records
 
 TEXT = "one two\nthree\tfour five six"
@@ -17,7 +17,7 @@ STYLE = re.compile(r"\x1b\[[\d;]*m")
 @pytest.fixture
 def generate(monkeypatch):
     """``dflash generate`` with a drafter that is right four times out of five."""
-    monkeypatch.setattr(cli_options, "load_decoder", lambda *_: writer(TEXT, p=0.8))
+    monkeypatch.setattr(loading, "load_decoder", lambda *_: writer(TEXT, p=0.8, policy="full"))
     return lambda *arguments: invoke("generate", "AB", "--raw", *arguments)
 
 

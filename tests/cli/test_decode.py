@@ -13,7 +13,7 @@ from support.models import byte_tokenizer, writer
 
 import dflash
 from dflash import bench
-from dflash.cli import options as cli_options
+from dflash.cli import loading
 from dflash.training.toy.tasks import samples
 
 GENERATE_KEYS = {
@@ -74,7 +74,7 @@ def test_a_seed_repeats_a_sample_and_another_changes_it(pair):
 
 
 def test_stop_ends_the_text_before_it(monkeypatch):
-    monkeypatch.setattr(cli_options, "load_decoder", lambda *_: writer("one two three"))
+    monkeypatch.setattr(loading, "load_decoder", lambda *_: writer("one two three"))
     result = invoke("generate", "AB", "--raw", "--stop", "zzz", "--stop", " th", "--json")
     answer = json.loads(result.stdout)
     assert (answer["text"], answer["finish_reason"]) == ("one two", "stop")
@@ -124,8 +124,8 @@ def test_an_argument_that_is_not_utf8_is_one_line(pair):
 def test_a_character_that_the_output_lacks_is_shown_by_its_code(monkeypatch):
     """In a process of its own: the encoding of stdout is chosen as Python starts."""
     program = (
-        "import sys; from dflash.cli import options, main; from support.models import writer;"
-        "options.load_decoder = lambda *_: writer('caf\\u00e9 \\U0001f642');"
+        "import sys; from dflash.cli import loading, main; from support.models import writer;"
+        "loading.load_decoder = lambda *_: writer('caf\\u00e9 \\U0001f642');"
         "sys.argv[1:] = ['generate', 'AB', '--raw']; main()"
     )
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -196,7 +196,7 @@ def demo_with(monkeypatch, tmp_path, answer: str, sample, *args: str):
     file.write_text(json.dumps({"prompt": sample.prompt, "check": sample.check}) + "\n")
     monkeypatch.setattr(bench, "HELDOUT", file)
     prompt = writer("").loaded_target.build_prompt(args[0] if args else sample.prompt)
-    monkeypatch.setattr(cli_options, "load_decoder", lambda *_, **__: writer(answer, prompt, p=0.9))
+    monkeypatch.setattr(loading, "load_decoder", lambda *_, **__: writer(answer, prompt, p=0.9))
     return invoke("demo", *args)
 
 

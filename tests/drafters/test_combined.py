@@ -17,7 +17,7 @@ from support.models import (
 
 import dflash
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
-from dflash.cli import options
+from dflash.cli import loading
 from dflash.decode import Decoding, decode, prefill
 from dflash.drafters.combined import Chance, CombinedDrafter
 from dflash.drafters.ngram import WAKING, NgramDrafter
@@ -172,5 +172,5 @@ def test_it_is_loaded_by_name_in_python_and_on_the_command_line(tmp_path):
     result = invoke("generate", "hello", "--target", folder, "--drafter", name, "--max-tokens", 12)
     assert result.exit_code == 0, result.output
     assert DFlashSpeculativeDecoder.from_pretrained(folder, name).generate("hello", max_tokens=12) in result.stdout
-    assert options.drafter_name("ngram+bundled") == f"ngram+{PAIR / 'drafter'}"
-    assert [options.drafter_name(other) for other in ("ngram", "a/b", "ngram+a")] == ["ngram", "a/b", "ngram+a"]
+    assert loading.drafter_name("ngram+bundled") == f"ngram+{PAIR / 'drafter'}"
+    assert [loading.drafter_name(other) for other in ("ngram", "a/b", "ngram+a")] == ["ngram", "a/b", "ngram+a"]

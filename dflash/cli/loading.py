@@ -1,0 +1,95 @@
+"""What commands load by name: decoders, seeded, and the judge of their answers.
+
+Knows how the command line names models. Must not know typer, or any one command.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DFlashError
+
+if TYPE_CHECKING:
+    from ..generate import DFlashSpeculativeDecoder
+
+BUNDLED, NGRAM, COMBINED = "bundled", "ngram", "ngram+"
+
+
+def drafter_name(name: str) -> str:
+    """What :func:`~dflash.load_drafter` takes: ``bundled``, after ``ngram+`` too, is the bundled drafter's folder."""
+    from ..generate import PAIR
+
+    combined = COMBINED if name.startswith(COMBINED) else ""
+    rest = name.removeprefix(combined)
+    return combined + (str(PAIR / "drafter") if rest == BUNDLED else rest)
+
+
+def load_decoder(
+    target: str | None,
+    drafter: str | None,
+    block_size: int | None = None,
+    trust_remote_code: bool = False,
+    draft_bits: int | None = None,
+    draft_window: int | None = None,
+) -> "DFlashSpeculativeDecoder":
+    """The decoder that every command uses; without names, the bundled models.
+
+    ``bundled`` names the bundled drafter, and drafters that need no training draft for the bundled target too.
+    """
+    from ..generate import PAIR, DFlashSpeculativeDecoder
+
+    if target is None and drafter in (BUNDLED, NGRAM, COMBINED + BUNDLED):
+        target = str(PAIR / "target")
+    drafter = None if drafter is None else drafter_name(drafter)
+    asked: dict[str, Any] = {"draft_bits": draft_bits, "draft_window": draft_window}
+    if block_size is not None:
+        asked["block_size"] = block_size
+    return DFlashSpeculativeDecoder.from_pretrained(target, drafter, trust_remote_code=trust_remote_code, **asked)
+
+
+def load_decoders(
+    target: str | None,
+    drafters: Sequence[str],
+    block_size: int | None = None,
+    trust_remote_code: bool = False,
+    draft_bits: int | None = None,
+    draft_window: int | None = None,
+) -> dict[str, "DFlashSpeculativeDecoder"]:
+    """A decoder for each drafter, by its name; they share the target. Without names, the bundled models."""
+    if len(set(drafters)) < len(drafters):
+        raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(drafters)}.")
+    if not drafters:
+        return {BUNDLED: load_decoder(target, None, block_size, trust_remote_code, draft_bits, draft_window)}
+    first, *others = drafters
+    decoders = {first: load_decoder(target, first, block_size, trust_remote_code, draft_bits, draft_window)}
+    if others:
+        from ..generate import DFlashSpeculativeDecoder, load_drafter
+
+        asked: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
+        for name in others:
+            drafter = load_drafter(drafter_name(name), draft_bits, draft_window)
+            decoders[name] = DFlashSpeculativeDecoder(decoders[first].loaded_target, drafter, **asked)
+    return decoders
+
+
+def path_or_bundled(name: str | None) -> str:
+    """How JSON names a model: an absolute path, a hub name, or ``bundled``."""
+    return BUNDLED if name is None else str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def set_seed(seed: int | None) -> None:
+    """Seed sampling; ``None`` leaves it random."""
+    if seed is not None:
+        import mlx.core as mx
+
+        mx.random.seed(seed)
+
+
+def score_answers(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:
+    """Judge answers to requests of the toy tasks, which the bundled models know."""
+    from ..training.toy.tasks import check_answers
+
+    try:
+        return [verdict.ok for verdict in check_answers(pairs)]
+    except (KeyError, TypeError) as error:
+        raise DFlashError(f'A "check" in the prompts is of no known kind: {error!r}.') from error

@@ -3,6 +3,7 @@
 # make check   lint, formatting, types                make format      mend the first two
 # make pair    train the bundled models from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
 # make publish copy runs/pair into the package
+# make bench   how many drafts a block should verify, by kind of request: the table in README.md (half an hour)
 # make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
 # Each target sets up .venv by itself; it is reinstalled only when pyproject.toml changes.
 
@@ -16,7 +17,7 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # Tests run side by side, so each process keeps to one BLAS thread: two a core would wait for each other.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: demo test test-slow architectures check format pair publish
+.PHONY: demo test test-slow bench architectures check format pair publish
 
 demo: $(VENV)/installed
 	$(BIN)/dflash demo
@@ -26,6 +27,9 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/installed
+	$(BIN)/python -m dflash.training.toy.policy_table README.md
 
 architectures: $(VENV)/installed
 	$(BIN)/python -m pytest -m architectures

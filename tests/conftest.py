@@ -12,12 +12,20 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import dflash  # (before any `import mlx`: loads the fast BLAS)
+from dflash.policy import POLICIES, Policy
 
 # The first example of a shape pays for building a model, so examples have no even duration.
 _SLOW_START = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dflash", derandomize=True, **_SLOW_START)  # the same examples in every run
 settings.register_profile("random", **_SLOW_START)  # new ones: pytest --hypothesis-profile=random
 settings.load_profile("dflash")
+
+
+@pytest.fixture(autouse=True)
+def every_draft_is_verified(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default decoding looks at the clock; a test of what a block does must not, unless it is marked so."""
+    if request.node.get_closest_marker("looks_at_the_clock") is None:
+        monkeypatch.setitem(POLICIES._known, "adaptive", Policy)
 
 
 @pytest.fixture(scope="session")

@@ -279,6 +279,15 @@ def test_after_a_nap_both_caches_hold_what_was_committed(kind):
     assert [block.drafted for block in policy.blocks] == [0, 0, 0, 15]
 
 
+@pytest.mark.looks_at_the_clock
+def test_by_default_it_is_the_adaptive_policy_that_decides():
+    expected, _ = plain_greedy(target("qwen3", 1).model, [3, 1, 4], 30)
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2))
+    assert decoder.spec_generate([3, 1, 4], 30, stop_token_ids=[])[0, 3:].tolist() == expected
+    assert isinstance(decoder._policies["adaptive"], Adaptive)
+
+
+@pytest.mark.looks_at_the_clock
 def test_a_policy_is_chosen_by_name_or_number_and_unknown_ones_are_named():
     decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2), policy="adaptive")
     decoder.spec_generate([3, 1, 4], 8)

@@ -52,6 +52,7 @@ class Dozing(Policy):
         self.blocks += not block.asleep
 
 
+pytestmark = pytest.mark.looks_at_the_clock  # the text must not
 POLICIES = {"full": "full", "none": 0, "three": 3, "adaptive": "adaptive", "dozing": Dozing()}
 
 

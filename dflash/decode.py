@@ -16,11 +16,11 @@ from .errors import GenerationError
 from .policy import BlockRecord, Drafts, Policy
 from .sampling import GREEDY, LogitsProcessor, Sampler, process_logits
 from .target import LoadedTargetModel, TargetCache
+from .trees import outcomes, rows_before
 from .verify import (
     NO_TOKEN,
     Verified,
     VerifyRule,
-    accepted_length,
     first_mismatch,
     random_states,
     sample_target,
@@ -82,7 +82,8 @@ class Block:
     ``drafted`` are the tokens that it verified of the ``proposed`` ones, ``tokens`` those that it committed: the
     first ``accepted`` drafts and one token of the target's own. ``source`` tells which of several drafters made them.
     ``random_states``: MLX's random state after each of ``tokens``, if the target's sampler drew them in plain order.
-    ``asleep``: a plain step, for which no drafter was asked.
+    ``asleep``: a plain step, for which no drafter was asked. ``order``: the number of each draft in the proposal, the
+    accepted ones first, as they stand in ``drafted``.
     """
 
     drafted: list[int]
@@ -94,6 +95,7 @@ class Block:
     inspected: dict[str, mx.array] | None = None
     random_states: list[list[int]] = field(default_factory=list)
     asleep: bool = False
+    order: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -199,31 +201,43 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
 
     drafted = token_ids(one.proposal.tokens[0])
     check_drafted(drafter, drafted, target.vocab_size)
-    _check_verified(run.verify, verified, drafted)
+    _check_verified(run.verify, verified, drafted, one.proposal.lineage)
     _check_committed(target, verified.tokens)
-    committed, verified_at = len(verified.tokens), time.perf_counter()
-    target.rewind_kv_caches(state.target_cache, len(state.tokens) - 1 + committed)
-    drafter.extend_context(one.features[:, :committed], state.draft_cache, one.inputs[:, :committed])
+    verified_at = time.perf_counter()
+    rows = [0, *(draft + 1 for draft in verified.accepted_drafts)]  # of the pass: the anchor and the accepted drafts
+    state.target_cache.keep(rows)
+    kept = mx.array(rows)
+    drafter.extend_context(one.features[:, kept], state.draft_cache, one.inputs[:, kept])
     state.tokens += verified.tokens
     state.last_length = len(drafted)
     if run.wait:
         mx.eval([c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
     ended = time.perf_counter()
     times = BlockTimes(drafted_at - began, verified_at - drafted_at, ended - verified_at)
-    proposed = proposal.tokens.shape[1]
+    proposed, known = proposal.tokens.shape[1], _outcomes(proposal, verified)
     run.policy.observe(
         BlockRecord(
             drafted=proposed,
             verified=len(drafted),
             accepted=verified.accepted,
-            matched=_matched(proposal, verified),
+            matched=sum(known.values()),
             confidence=confidence,
             seconds=times.total,
             source=proposal.source,
+            parents=proposal.parents,
+            outcomes=known,
         )
     )
     return Block(
-        drafted, verified.tokens, verified.accepted, proposed, proposal.source, times, inspected, verified.random_states
+        [drafted[i] for i in verified.accepted_first(len(drafted))],
+        verified.tokens,
+        verified.accepted,
+        proposed,
+        proposal.source,
+        times,
+        inspected,
+        verified.random_states,
+        order=verified.accepted_first(proposed),
     )
 
 
@@ -309,14 +323,14 @@ def _choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> tuple
     # Drafts that were drawn must be verified whatever they are: to look at them first would prefer some.
     chances_L = proposal.acceptance_chances() if run.policy.reads_confidence and proposal.log_q is None else None
     if chances_L is None:
-        length = run.policy.verify_length(Drafts(proposed, None, proposal.source))
+        length = run.policy.verify_length(Drafts(proposed, None, proposal.source, proposal.parents))
         return _build_pass(run, state, proposal.first(length)), None
     mx.async_eval(chances_L)
     undo = state.target_cache.undo_point()
     guess = proposed if state.last_length is None else min(state.last_length, proposed)
     one = _build_pass(run, state, proposal.first(guess))
     confidence = cast(list[float], chances_L.tolist())
-    length = run.policy.verify_length(Drafts(proposed, confidence, proposal.source))
+    length = run.policy.verify_length(Drafts(proposed, confidence, proposal.source, proposal.parents))
     if length != guess:
         undo()
         one = _build_pass(run, state, proposal.first(length))
@@ -329,30 +343,36 @@ def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Pass:
     drafts = mx.minimum(proposal.tokens.astype(mx.uint32), run.target.vocab_size - 1)
     inputs = mx.concatenate([state.anchor, drafts], axis=1)
     layer_ids = run.drafter.target_layer_ids
-    logits, features = run.target.forward_with_hidden_states(inputs, state.target_cache, layer_ids)
+    logits, features = run.target.forward_with_hidden_states(inputs, state.target_cache, layer_ids, proposal.parents)
     logits_LV = logits[0]
     if run.processors:
         before = mx.array(state.tokens[:-1], mx.uint32)
-        logits_LV = process_logits(run.processors, mx.concatenate([before, inputs[0]]), logits_LV)
+        texts = [mx.concatenate([before, inputs[0, mx.array(rows)]]) for rows in rows_before(proposal.lineage)]
+        rows = [process_logits(run.processors, text, logits_LV[i : i + 1]) for i, text in enumerate(texts)]
+        logits_LV = mx.concatenate(rows)
     return _Pass(proposal, inputs, logits_LV, features)
 
 
-def _matched(proposal: Proposal, verified: Verified) -> int:
-    """Leading drafts, verified or not, that are what was committed; drafts that were drawn tell nothing beyond."""
-    if proposal.log_q is not None:
-        return verified.accepted
-    return accepted_length(token_ids(proposal.tokens[0, : len(verified.tokens)]), verified.tokens)
+def _outcomes(proposal: Proposal, verified: Verified) -> dict[int, bool]:
+    """Of the drafts that follow what was committed, verified or not, which are what was committed next."""
+    if proposal.log_q is not None:  # drafts that were drawn tell nothing beyond what the rule says
+        return {i: i < verified.accepted for i in range(min(verified.accepted + 1, proposal.tokens.shape[1]))}
+    return outcomes(token_ids(proposal.tokens[0]), proposal.lineage, verified.tokens)
 
 
-def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int]) -> None:
+def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int], parents: list[int]) -> None:
     """The committed drafts are in the caches already, so a rule can only take a beginning of them."""
     name = getattr(verify, "__name__", type(verify).__name__)
     if not isinstance(verified, Verified):
         raise GenerationError(
             f"The verification rule {name!r} returned {type(verified).__name__}; expected a dflash.Verified."
         )
-    accepted = verified.accepted
-    if len(verified.tokens) != accepted + 1 or verified.tokens[:-1] != drafted[:accepted]:
+    accepted, path = verified.accepted, verified.accepted_drafts
+    one_after_another = max(path, default=-1) < len(drafted) and [-1, *path[:-1]][: len(path)] == [
+        parents[i] for i in path
+    ]
+    tokens = [drafted[i] for i in path] if one_after_another else None
+    if len(path) != accepted or len(verified.tokens) != accepted + 1 or verified.tokens[:-1] != tokens:
         raise GenerationError(
             f"The verification rule {name!r} committed {verified.tokens} with "
             f"{accepted} accepted of the drafts {drafted}; expected the accepted drafts and one token more."

@@ -14,6 +14,7 @@ import mlx.core as mx
 from .drafters.protocol import Proposal
 from .registry import Registry
 from .sampling import GREEDY, Sampler, sample_rows, set_random_state
+from .trees import walk
 
 NO_TOKEN = -1
 """Stands where a target's logits are not a number, so that no token can be chosen."""
@@ -24,12 +25,24 @@ class Verified:
     """What a rule decided: the committed ``tokens``, of which the first ``accepted`` are drafts.
 
     The last committed token is always the target's own, so ``len(tokens) == accepted + 1``. A rule that draws as plain
-    decoding does says what MLX's random state was after each token, so that a text can end within a block.
+    decoding does says what MLX's random state was after each token, so that a text can end within a block. Of a tree it
+    says which drafts it accepted, from the anchor on: the ``path``.
     """
 
     tokens: list[int]
     accepted: int
     random_states: list[list[int]] = field(default_factory=list)
+    path: list[int] | None = None
+
+    @property
+    def accepted_drafts(self) -> list[int]:
+        """Which drafts were accepted, in the order of their depths."""
+        return list(range(self.accepted)) if self.path is None else self.path
+
+    def accepted_first(self, count: int) -> list[int]:
+        """The numbers of ``count`` drafts, the accepted ones first."""
+        rest = set(range(count)).difference(self.accepted_drafts)
+        return [*self.accepted_drafts, *sorted(rest)]
 
 
 VerifyRule = Callable[[Proposal, mx.array, Sampler], Verified]
@@ -37,7 +50,8 @@ VerifyRule = Callable[[Proposal, mx.array, Sampler], Verified]
 
 ``proposal.tokens`` is ``[1, L - 1]`` (``L`` may be 1); row ``i`` of ``logits_LV`` holds the target's logits after
 the anchor and ``i`` drafts, with the logits processors already applied. The arrays are lazy: a rule evaluates
-what it needs once, because each evaluation is one wait for the device. A rule that has an attribute
+what it needs once, because each evaluation is one wait for the device. Where ``proposal.parents`` makes the drafts a
+tree, row ``i + 1`` holds the logits after draft ``i`` and what it follows. A rule that has an attribute
 ``propose(drafter, anchor, length, cache, sampler) -> Proposal`` says how the drafter is asked.
 """
 
@@ -91,7 +105,10 @@ def first_mismatch(proposal: Proposal, logits_LV: mx.array, sampler: Sampler) ->
 
     Every committed token is the target's choice, drawn with the random numbers that plain decoding would use for it:
     the same seed gives the text of plain ``mlx_lm``, whatever is drafted and however many drafts a block verifies.
+    Of a tree, it accepts the path on which the target's choices lead.
     """
+    if proposal.parents is not None:
+        return _walk_tree(proposal, proposal.parents, logits_LV, sampler)
     target_tokens_L, states_L2 = sample_with_states(logits_LV, sampler)
     mx.eval(proposal.tokens, target_tokens_L, states_L2)
     drafted, target_tokens = token_ids(proposal.tokens[0]), token_ids(target_tokens_L)
@@ -100,6 +117,23 @@ def first_mismatch(proposal: Proposal, logits_LV: mx.array, sampler: Sampler) ->
     if states:
         set_random_state(states[-1])
     return Verified(target_tokens[: accepted + 1], accepted, states)
+
+
+def _walk_tree(proposal: Proposal, parents: list[int], logits_LV: mx.array, sampler: Sampler) -> Verified:
+    """Draw along the path only, one token after another: so each is drawn with plain decoding's random numbers."""
+    states: list[list[int]] = []
+
+    def choose(node: int) -> int:
+        token, state = sample_with_states(logits_LV[node + 1 : node + 2], sampler)
+        states.extend(random_states(state))
+        return token_ids(token)[0]
+
+    if sampler is GREEDY:  # nothing is drawn, so all at once
+        best = token_ids(sample_target(logits_LV, sampler))
+        path, tokens = walk(token_ids(proposal.tokens[0]), parents, lambda node: best[node + 1])
+    else:
+        path, tokens = walk(token_ids(proposal.tokens[0]), parents, choose)
+    return Verified(tokens, len(path), states, path)
 
 
 def token_ids(tokens: mx.array) -> list[int]:

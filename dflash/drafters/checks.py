@@ -9,6 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import GenerationError, IncompatibleModelsError
+from ..trees import depths_of_rows
+from ..values import short
 from .protocol import Proposal
 
 _PARTS = ("block_size", "target_layer_ids", "bind", "make_cache", "extend_context", "propose")
@@ -35,19 +37,30 @@ def check_drafter(drafter: Any) -> None:
 def proposed_tokens(drafter: Any, proposal: Any, length: int) -> mx.array:
     """The tokens ``[1, n]`` of a proposal, ``0 <= n <= length``, as int64; their values are not looked at.
 
-    Raises :class:`~dflash.errors.GenerationError` for anything else.
+    A tree may have more, but none of its paths. Raises :class:`~dflash.errors.GenerationError` for anything else.
     """
     name = type(drafter).__name__
     if not isinstance(proposal, Proposal):
         raise GenerationError(f"{name}.propose returned {_form(proposal)}; expected a dflash.Proposal.")
     tokens = proposal.tokens
     fits = isinstance(tokens, mx.array) and mx.issubdtype(tokens.dtype, mx.integer)
-    if not (fits and tokens.ndim == 2 and tokens.shape[0] == 1 and tokens.shape[1] <= length):
+    if not (fits and tokens.ndim == 2 and tokens.shape[0] == 1 and (proposal.parents or tokens.shape[1] <= length)):
         raise GenerationError(
             f"{name}.propose returned tokens that are {_form(tokens)}; expected an mx.array of integers, "
             f"of shape [1, n] with n at most {length}."
         )
+    if proposal.parents is not None:
+        _check_tree(name, proposal.parents, tokens.shape[1], length)
     return tokens.astype(mx.int64)
+
+
+def _check_tree(name: str, parents: list[int], count: int, length: int) -> None:
+    ordered = len(parents) == count and all(-1 <= parent < node for node, parent in enumerate(parents))
+    if not ordered or max(depths_of_rows(parents)) > length:
+        raise GenerationError(
+            f"{name}.propose returned a tree of {count} drafts with parents {short(parents)}; expected one for each "
+            f"draft, -1 or a draft before it, and paths of at most {length} drafts."
+        )
 
 
 def check_drafted(drafter: Any, drafted: list[int], vocab_size: int) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from ..trees import chain
+
 if TYPE_CHECKING:
     from ..sampling import DrawingSampler
     from ..target import LoadedTargetModel
@@ -27,6 +29,8 @@ class Proposal:
         confidence: ``[1, n]`` chance that each draft is accepted if all before it are, from a head of its own;
             ``None``: the softmax of ``logits`` at the token.
         source: Which of several drafters made it, where one drafter is made of several.
+        parents: Where the drafts are a tree, the draft that each follows, which stands before it, or -1 for the
+            anchor; ``None``: each follows the one before it.
     """
 
     tokens: mx.array
@@ -35,12 +39,19 @@ class Proposal:
     log_q: mx.array | None = None
     confidence: mx.array | None = None
     source: str = ""
+    parents: list[int] | None = None
+
+    @property
+    def lineage(self) -> list[int]:
+        """The draft that each follows, -1 for the anchor, of a chain too."""
+        return chain(self.tokens.shape[1]) if self.parents is None else self.parents
 
     def first(self, count: int) -> "Proposal":
         """The first ``count`` drafts."""
         arrays = ("tokens", "logits", "candidates", "log_q", "confidence")
         held = {name: array for name in arrays if (array := getattr(self, name)) is not None}
-        return replace(self, **{name: array[:, :count] for name, array in held.items()})
+        parents = None if self.parents is None else self.parents[:count]
+        return replace(self, parents=parents, **{name: array[:, :count] for name, array in held.items()})
 
     def acceptance_chances(self) -> mx.array | None:
         """What the drafter thinks of each draft ``[n]``, in float32; ``None`` where it does not say."""

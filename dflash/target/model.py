@@ -6,18 +6,19 @@ Knows caches, features and prompts. Must not know files, drafters or the decode 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..adapters import TargetAdapter, detect_model_architecture, find_adapter
+from ..adapters.base import LayerCaller
 from ..adapters.registry import generic_does_not_fit
-from ..errors import GenerationError
+from ..errors import GenerationError, IncompatibleModelsError
 from .caches import make_caches
-from .rewind import TargetCache
-from .trial import first_difference, passes
+from .rewind import TargetCache, check_trees
+from .trial import first_difference, passes, tree_difference
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class LoadedTargetModel:
         folder: Path | None = None,
     ):
         self.model, self.folder = model, folder
+        self._tree_difference: str | None = None  # not tried yet
         self.adapter = adapter or find_adapter(model)
         wrapped = tokenizer is None or isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = tokenizer if wrapped else TokenizerWrapper(tokenizer)
@@ -99,21 +101,51 @@ class LoadedTargetModel:
         return self._forward(tokens, cache, layer_ids, rewindable=False)
 
     def forward_with_hidden_states(
-        self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int]
+        self,
+        tokens: mx.array,
+        cache: list[Any] | None,
+        layer_ids: Sequence[int],
+        parents: Sequence[int] | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Logits ``[B, L, V]`` and features ``[B, L, len(layer_ids) * hidden_size]`` of ``tokens [B, L]``.
 
         Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place, and can
-        be rewound within these tokens until the next pass.
+        be rewound within these tokens until the next pass. With ``parents`` the tokens after the first are a tree
+        (:mod:`dflash.trees`), ``B`` is 1, and :meth:`TargetCache.keep` says which path remains.
+
+        Raises :class:`~dflash.errors.IncompatibleModelsError`, naming a layer, where trees are not possible.
         """
-        hidden, features = self._forward(tokens, cache, layer_ids, rewindable=True)
+        hidden, features = self._forward(tokens, cache, layer_ids, rewindable=True, parents=parents)
         return self.head(hidden), features
 
     def _forward(
-        self, tokens: mx.array, cache: list[Any] | None, layer_ids: Sequence[int], rewindable: bool
+        self,
+        tokens: mx.array,
+        cache: list[Any] | None,
+        layer_ids: Sequence[int],
+        rewindable: bool,
+        parents: Sequence[int] | None = None,
     ) -> tuple[mx.array, mx.array]:
-        recorder = cache.expect(tokens.shape[1], rewindable) if isinstance(cache, TargetCache) else None
+        recorder: LayerCaller | None = None
+        if parents:
+            recorder = cast(TargetCache, cache).expect_tree(parents)
+        elif isinstance(cache, TargetCache):
+            recorder = cache.expect(tokens.shape[1], rewindable)
         return self.adapter.forward(tokens, cache, layer_ids, recorder)
+
+    def check_trees(self, cache: TargetCache) -> None:
+        """Raise :class:`~dflash.errors.IncompatibleModelsError` if no tree of drafts can be verified over ``cache``.
+
+        The first time, a few short passes show whether the model's positions are where trees can reach them.
+        """
+        check_trees(cache)
+        if self._tree_difference is None:
+            self._tree_difference = tree_difference(self)
+        if self._tree_difference:
+            raise IncompatibleModelsError(
+                "This target computes something else for a tree of drafts than for its paths, so leave out tree: "
+                f"{self._tree_difference}."
+            )
 
     def make_cache(self, **options: Any) -> TargetCache:
         """New, empty caches, one a layer; ``options`` as in :func:`~dflash.target.caches.make_caches`.

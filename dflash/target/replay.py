@@ -8,7 +8,7 @@ products and short convolutions of the block are played back: a product treats e
 a convolution reads no later token.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,8 +116,8 @@ def _is_causal(child: Any) -> bool:
 
 
 @contextmanager
-def _standing_in(products: Products) -> Iterator[None]:
-    """For one call, put the stand-ins in the place of the linear maps; put back whatever happens."""
+def standing_in(products: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """For one call, put the stand-ins in the place of the modules of their names; put back whatever happens."""
     originals = [owner[name] for owner, name, _ in products]
     for owner, name, product in products:
         owner[name] = product
@@ -146,7 +146,7 @@ class LayerCall:
         if kept:
             args, kwargs = (_cut(x, *self.shape, kept) for x in (self.args, list(self.kwargs.values())))
             products = [(owner, name, product.rewound(kept)) for owner, name, product in self.products]
-            with _standing_in(products):
+            with standing_in(products):
                 self.layer(*args, **dict(zip(self.kwargs, kwargs, strict=True)))
 
 
@@ -167,5 +167,5 @@ class Recorder:
         shape = hidden_BLE.shape[0], self.length
         products = _products(layer, shape)
         self.calls[id(cache)] = LayerCall(layer, args, kwargs, shape, products, cache, _remember(cache))
-        with _standing_in(products):
+        with standing_in(products):
             return layer(*args, **kwargs)

@@ -10,7 +10,7 @@ was never fed the rejected tokens.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
 from ..errors import GenerationError, IncompatibleModelsError
 from .caches import KeptWindowCache, Quantization
 from .replay import REMEMBERED, Recorder
+from .tree import TreePass
 
 # --- caches that can drop their newest entries ---------------------------------------------------------
 
@@ -86,6 +87,26 @@ _RULES: dict[type, Callable[[Any, int], None]] = {
     CacheList: _each_member,
 }
 
+# --- caches of which any tokens of the last pass can be kept ----------------------------------------------
+
+
+def _move(cache: KVCache, begun: int, rows: mx.array) -> None:
+    """Put the entries of ``rows`` of the pass that began at ``begun`` to its front."""
+    end = begun + rows.size
+    for array in (cache.keys, cache.values):
+        assert array is not None
+        array[..., begun:end, :] = array[..., begun + rows, :]
+
+
+def _move_quantized(cache: QuantizedKVCache, begun: int, rows: mx.array) -> None:
+    """Each token is quantised by itself, so its numbers move with their scales."""
+    end = begun + rows.size
+    for part in (*cast(Any, cache.keys), *cast(Any, cache.values)):
+        part[..., begun:end, :] = part[..., begun + rows, :]
+
+
+_MOVES: dict[type, Callable[[Any, int, mx.array], None]] = {KVCache: _move, QuantizedKVCache: _move_quantized}
+
 # --- a target's caches ---------------------------------------------------------------------------------
 
 
@@ -138,6 +159,15 @@ class TargetCache(list[Any]):
         self._recorder = Recorder(length, self._replayed) if record else None
         return self._recorder
 
+    def expect_tree(self, parents: Sequence[int]) -> TreePass:
+        """Announce a pass over the anchor and a tree of drafts; what must make the calls of its layers.
+
+        Raises :class:`~dflash.errors.IncompatibleModelsError`, naming the layer, if a cache cannot hold a tree.
+        """
+        check_trees(self)
+        self.expect(len(parents) + 1)
+        return TreePass(parents, self._begun)
+
     def undo_point(self) -> Callable[[], None]:
         """A function that takes back a pass which was built and not yet evaluated, as if it had never been.
 
@@ -187,6 +217,17 @@ class TargetCache(list[Any]):
                 _RULES[type(cache)](cache, rejected)
 
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these ``rows`` of the last pass, in this order; it had a row for each of its tokens.
+
+        Raises :class:`~dflash.errors.GenerationError` as :meth:`rewind` does.
+        """
+        if list(rows) != list(range(len(rows))):
+            for cache in self:
+                _MOVES[type(cache)](cache, self._begun, mx.array(list(rows)))
+        self.rewind(self._begun + len(rows))
+
+
 def _alias(value: Any) -> Any:
     """The same data under another name, which an assignment to a part of ``value`` does not change."""
     if isinstance(value, mx.array):
@@ -223,6 +264,16 @@ def cache_name(cache: Any) -> str:
 def describe(caches: Sequence[Any]) -> list[tuple[str, str | None]]:
     """Class name of each layer's cache with the name of its rewind rule, ``None`` where there is none."""
     return [(cache_name(cache), _rule(cache)) for cache in caches]
+
+
+def check_trees(caches: Sequence[Any]) -> None:
+    """Raise :class:`~dflash.errors.IncompatibleModelsError`, naming the layer, if a cache cannot hold a tree."""
+    for layer, cache in enumerate(caches):
+        if type(cache) not in _MOVES:
+            raise IncompatibleModelsError(
+                f"Layer {layer} keeps a {cache_name(cache)}, of which no path of a tree of drafts can be kept; "
+                f"trees need {' or '.join(kind.__name__ for kind in _MOVES)} in every layer; leave out tree."
+            )
 
 
 def check_rewindable(caches: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from ..adapters.calls import Call, Pass, embedding_factors, factor, streams
 from ..progress import progress
+from ..trees import rows_before
 from .compare import Mismatch, assert_close, assert_same_caches, windows
 
 if TYPE_CHECKING:
@@ -274,6 +275,25 @@ def _rewinds(trial: Trial) -> None:
         assert_same_caches(rewound, fed, where)
 
 
+TREE = (-1, 0, 1, 2, -1, 4, 5, 4, 7, 1)
+"""Parents of a tree whose rows are far from their depths: branches at the anchor and below it, up to four deep."""
+
+
+def tree_equals_its_paths(trial: Trial) -> None:
+    """Each row of a pass over a tree is that of a pass over its path alone, and any path can be kept."""
+    target = trial.target
+    tree, paths = (target.make_cache(**trial.cache_options) for _ in range(2))
+    prompt, tokens = trial.tokens(LENGTH, trial.seed), trial.tokens(len(TREE) + 1, trial.seed + 1)
+    for cache in (tree, paths):
+        target.forward_hidden(prompt, cache, ())
+    for way in [rows for rows in rows_before(TREE) if rows[-1] - 1 not in TREE]:
+        logits, _ = target.forward_with_hidden_states(tokens, tree, (), TREE)
+        expected, _ = target.forward_with_hidden_states(tokens[:, mx.array(way)], paths, ())
+        assert_close(f"logits of the path {way[1:]}", logits[:, mx.array(way)], expected)
+        tree.keep(way)
+        assert_same_caches(tree, paths, f"of the path {way[1:]}")
+
+
 TRIAL: dict[str, Callable[[Trial], None]] = {
     "every cache can be rewound": _caches,
     "the adapter's parts fit the model": _parts,
@@ -293,6 +313,11 @@ def first_difference(target: "LoadedTargetModel") -> str | None:
         if difference := run(check, trial):
             return f"{name}: {difference}"
     return None
+
+
+def tree_difference(target: "LoadedTargetModel") -> str:
+    """What a tree of drafts changes where it should not; empty if nothing."""
+    return run(tree_equals_its_paths, Trial(target)).rstrip(".")
 
 
 def run(check: Callable[[Any], None], trial: Any) -> str:

@@ -1,0 +1,72 @@
+"""A drafter that proposes a tree in place of a chain: the likeliest paths through another drafter's block.
+
+``tree=N`` of a request. The other drafter drafts its block as ever; of the likeliest tokens of each position the
+best-first tree of ``N`` drafts is grown (:mod:`dflash.trees`) and verified in one pass of the target. Where a drafter
+drafts left to right, as one with a selector or a Markov head, its probabilities are those of the path that it took:
+branches get them too, which costs acceptance and changes no text. A drafter without logits, such as an n-gram one,
+keeps its chain.
+
+Knows the protocol. Must not know what kind of drafter the other one is, or how a tree is verified.
+
+Shapes: D depths, K candidates at each, V vocabulary, N nodes.
+"""
+
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..trees import best_first
+from .protocol import Drafter, Proposal
+
+WIDTH = 16
+"""Most candidates at each depth."""
+
+SOURCE = "tree"
+
+
+class TreeDrafter:
+    """Follows :class:`~dflash.drafters.protocol.Drafter` as ``drafter`` does, which it asks for everything else.
+
+    Args:
+        drafter: Whose blocks they are.
+        nodes: Drafts of a tree, at least 1; a policy may verify fewer.
+    """
+
+    def __init__(self, drafter: Drafter, nodes: int):
+        self._drafter, self._nodes = drafter, nodes
+
+    def propose(self, anchor: mx.array, length: int, cache: Any) -> Proposal:
+        """The best tree of the block's ``length`` positions; the host waits once for its likeliest tokens."""
+        block = self._drafter.propose(anchor, length, cache)
+        if not isinstance(block, Proposal) or block.logits is None or block.tokens.size == 0:
+            return block
+        ids_DK, log_probabilities_DK = likeliest(block, min(WIDTH, self._nodes))
+        tree = best_first(ids_DK, log_probabilities_DK, self._nodes)
+        depths_N = mx.array(tree.depths)
+        return Proposal(
+            mx.array([tree.tokens]),
+            logits=block.logits[:, depths_N],  # lazy: only a trace reads them
+            candidates=None if block.candidates is None else block.candidates[:, depths_N],
+            confidence=mx.array([tree.chances]),
+            source=f"{block.source}+{SOURCE}" if block.source else SOURCE,
+            parents=tree.parents,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+
+def likeliest(block: Proposal, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probabilities ``[D, K]`` of the likeliest tokens of each position, the best first, on the host."""
+    assert block.logits is not None
+    scores_DV = block.logits[0].astype(mx.float32)
+    width = min(width, scores_DV.shape[-1])
+    columns_DK = mx.argpartition(-scores_DV, width - 1, axis=-1)[:, :width]
+    values_DK = mx.take_along_axis(scores_DV, columns_DK, axis=-1) - mx.logsumexp(scores_DV, axis=-1, keepdims=True)
+    ids_DK = columns_DK if block.candidates is None else mx.take_along_axis(block.candidates[0], columns_DK, axis=-1)
+    mx.eval(ids_DK, values_DK)
+    ids, values = np.array(ids_DK).astype(np.int64), np.array(values_DK)
+    order = np.argsort(-values, axis=-1, kind="stable")
+    return np.take_along_axis(ids, order, axis=-1), np.take_along_axis(values, order, axis=-1)

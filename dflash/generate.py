@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,7 @@ from .decode import Decoding, decode, feed, prefill
 from .drafters.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
+from .drafters.tree import TreeDrafter
 from .errors import DFlashError, GenerationError, IncompatibleModelsError
 from .policy import Policy
 from .prompt_cache import PromptCache
@@ -240,6 +241,8 @@ class DFlashSpeculativeDecoder:
             raise GenerationError(f"The prompt holds token ids outside 0 to {vocab_size - 1}.")
         max_tokens = options.token_limit(len(prompt), self.max_seq_length)
         cache = self.loaded_target.make_cache(**options.cache_options)  # refuses options that do not fit the model
+        if options.tree is not None:
+            self.loaded_target.check_trees(cache)
         if options.prompt_cache is not None:
             options.prompt_cache.check_models(self.loaded_target, self.draft_model)
         return self._decode(prompt, max_tokens, options, cache)
@@ -283,6 +286,8 @@ class DFlashSpeculativeDecoder:
         if options.seed is not None:
             mx.random.seed(options.seed)
         target, drafter, generated = self.loaded_target, self.draft_model, 0
+        if options.tree is not None:
+            drafter = cast(Drafter, TreeDrafter(drafter, options.tree))
         run = Decoding(
             target,
             drafter,

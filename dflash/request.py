@@ -20,7 +20,7 @@ from .prompt_cache import PromptCache
 from .registry import Registry
 from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler
 from .values import check_logit_bias, check_stop_strings, check_stop_tokens, require_count, require_number, short
-from .verify import VERIFY_RULES, VerifyRule
+from .verify import VERIFY_RULES, VerifyRule, first_mismatch
 
 DEFAULT_MAX_TOKENS = 2048
 GREEDY_BELOW = 1e-5
@@ -58,6 +58,9 @@ class DecodeOptions:
             drafter sleeps where it does not pay), ``"full"`` (all), a number, the name of a registered policy, a file
             of costs (``.json``) that an adaptive one saved, or a :class:`~dflash.policy.Policy` of one's own. It never
             changes the text.
+        tree: Verify a tree of this many drafts in each block, the likeliest paths through it, in place of a chain
+            (:mod:`dflash.trees`); a policy chooses how many of them. For targets whose layers all keep full attention's
+            caches, and the rule ``"first_mismatch"``. It never changes the text.
         stop_strings: The text ends before the first of these; matched across token boundaries.
         stop_token_ids: Tokens that end the answer; ``None``: the target's own.
         max_kv_size: Bound the target's caches to this many tokens, the first four always kept. As in mlx-lm, without
@@ -93,6 +96,7 @@ class DecodeOptions:
     frequency_context_size: int = 20
     verify: VerifyRule | str = "first_mismatch"
     policy: Policy | str | int = "adaptive"
+    tree: int | None = None
     stop_strings: Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     max_kv_size: int | None = None
@@ -117,6 +121,10 @@ class DecodeOptions:
             require_number(f"{name}_penalty", getattr(self, f"{name}_penalty") or 0.0, least)
             require_count(f"{name}_context_size", getattr(self, f"{name}_context_size"), 1)
         check_logit_bias(self.logit_bias)
+        if self.tree is not None:
+            require_count("tree", self.tree, 1)
+        if self.tree is not None and self.verify_rule() is not first_mismatch:
+            raise GenerationError("A tree is verified by the rule 'first_mismatch'; leave out tree or verify.")
         require_count("prefill_step_size", self.prefill_step_size, 1)
         require_count("quantized_kv_start", self.quantized_kv_start, 0)
         check_stop_strings(self.stop_strings)

@@ -46,8 +46,9 @@ def tell(reporter: TrainingCallback) -> OnLog:
 
 def _through_mlx_lm(name: str) -> Callback:
     def callback(run: RunInfo) -> OnLog:
+        recipe: Any = run.recipe  # mlx-lm's annotation says str; what it calls takes a dict
         try:
-            reporter = get_reporting_callbacks(name, PROJECT, str(run.folder), run.recipe)
+            reporter = get_reporting_callbacks(name, PROJECT, str(run.folder), recipe)
         except ImportError as error:
             raise DFlashError(f"run.callbacks names {name}, which is not installed; pip install {name}.") from error
         return tell(reporter)

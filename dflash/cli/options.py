@@ -140,7 +140,9 @@ TemplateConfig = Annotated[str | None, TEMPLATE_CONFIG]
 Verify = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Verification rule: first_mismatch, or one that a plug-in adds.", callback=not_empty
+        metavar="NAME",
+        help="Verification rule: first_mismatch (default), speculative_sampling, or one that a plug-in adds.",
+        callback=not_empty,
     ),
 ]
 PolicyName = Annotated[

@@ -1,5 +1,7 @@
 """Gemma targets: embeddings scaled by the backbone, soft-capped logits, text models inside wrappers.
 
+Knows what Gemma models of mlx-lm do differently from the usual layout. Must not know the decode loop or any drafter.
+
 Shapes: B batch, L length, E hidden size, V vocabulary.
 """
 

@@ -1,4 +1,7 @@
-"""GPT-OSS targets: sliding and full attention in turn, with sinks."""
+"""GPT-OSS targets: sliding and full attention in turn, with sinks.
+
+Knows what GPT-OSS models of mlx-lm do differently from the usual layout. Must not know the decode loop or any drafter.
+"""
 
 from .base import TargetAdapter
 from .registry import register_adapter

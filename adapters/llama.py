@@ -1,4 +1,7 @@
-"""LLaMA targets, and the many models published under ``model_type`` "llama"."""
+"""LLaMA targets, and the many models published under ``model_type`` "llama".
+
+Knows what LLaMA models of mlx-lm do differently from the usual layout. Must not know the decode loop or any drafter.
+"""
 
 from .base import TargetAdapter
 from .registry import register_adapter

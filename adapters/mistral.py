@@ -1,4 +1,7 @@
-"""Mistral targets, dense and mixtures of experts, also as the text part of Mistral 3."""
+"""Mistral targets, dense and mixtures of experts, also as the text part of Mistral 3.
+
+Knows what Mistral models of mlx-lm do differently from the usual layout. Must not know the decode loop or any drafter.
+"""
 
 from .base import TargetAdapter
 from .registry import register_adapter

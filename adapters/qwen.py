@@ -1,4 +1,7 @@
-"""Qwen targets: dense, mixtures of experts, and the hybrids with gated delta nets."""
+"""Qwen targets: dense, mixtures of experts, and the hybrids with gated delta nets.
+
+Knows what Qwen models of mlx-lm do differently from the usual layout. Must not know the decode loop or any drafter.
+"""
 
 from .base import TargetAdapter
 from .registry import register_adapter

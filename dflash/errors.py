@@ -1,4 +1,7 @@
-"""The errors that users see. Every message says what was wrong, what was expected and what to do."""
+"""The errors that users see. Every message says what was wrong, what was expected and what to do.
+
+Knows names and one-line messages. Must not know what any part of the package does.
+"""
 
 import difflib
 from collections.abc import Iterable

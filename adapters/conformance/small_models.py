@@ -3,6 +3,8 @@
 ``VALUES`` makes a config small by field name, ``CHANGES`` says what one architecture needs beyond that.
 Windows are 8 to 16 tokens, so that a short run wraps them several times. Random weights keep the size
 of what passes through, so that no layer is blind to its input and best tokens lead clearly.
+
+Knows the config classes of mlx-lm. Must not know what the models are checked for.
 """
 
 import dataclasses

@@ -1,7 +1,9 @@
 """A lower bound of how many distinct requests exist.
 
-Knows: a request fixes its meaning, so distinct meanings (operations with their arguments) have
-distinct requests. Counts the three-step pipelines on a list of numbers only; wordings multiply it.
+A request fixes its meaning, so distinct meanings (operations with their arguments) have distinct requests.
+Counts the three-step pipelines on a list of numbers only; wordings multiply it.
+
+Knows sources, operations and results. Must not know how a request is worded.
 """
 
 from __future__ import annotations

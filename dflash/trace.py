@@ -25,6 +25,8 @@ parts, as with ``profile=True``, or of work that overlaps on the device), ``date
   no logits, as an n-gram drafter
 - ``target_probability`` (``k``; the target's of the drafts that it checked), ``target_top`` (``k + 1`` rows): after the
   logits processors, at temperature 1. A row after the first rejected draft tells what would follow that draft
+- ``parents`` (``n``; only of a tree: the draft that each follows, -1 for the anchor). The accepted drafts stand first,
+  then the others from the likeliest on, and row ``i`` of ``target_top`` is the one that checked draft ``i``
 - ``texts`` (of each token id that this request names for the first time)
 - ``seconds`` by part: ``prefill``, or ``draft``, ``verify`` and ``rewind``, or ``plain``; and ``host``, the rest, in
   which the caller's own time is. ``time``: seconds since the request began
@@ -45,6 +47,7 @@ import numpy as np
 from .backend import on_cpu
 from .decode import Block
 from .drafters.protocol import Proposal
+from .environment import PACKAGES, device_name, package_version
 from .errors import DataError
 from .profile import Profile
 
@@ -187,7 +190,7 @@ class Recorder:
 
     def block(self, block: Block, tokens: list[int], why: Mapping[str, float], said: Record) -> None:
         """The record of ``block``, which is cut to ``tokens``; ``said`` holds what is known of its text."""
-        seen = _read(block.inspected) if block.inspected is not None else {"drafts": block.drafted}
+        seen = _read(block.inspected, block) if block.inspected is not None else {"drafts": block.drafted}
         record = {"record": "block", "number": self._number, "position": self._position, "asleep": block.asleep}
         record |= {"source": block.source, "verified": len(block.drafted), "accepted": block.accepted}
         record |= {"why": {} if block.asleep or self._number == 0 else dict(why), "tokens": tokens}
@@ -249,8 +252,6 @@ def recording(
 
 @cache
 def _surroundings() -> Record:
-    from .bench.environment import PACKAGES, device_name, package_version
-
     return {"device": device_name(), "versions": {name: package_version(name) for name in PACKAGES}}
 
 
@@ -284,8 +285,13 @@ def inspect(proposal: Proposal, logits_LV: mx.array) -> dict[str, mx.array]:
             arrays["candidates"] = proposal.candidates[0]
             columns_N = mx.argmax(proposal.candidates[0] == drafts_N[:, None], axis=-1)
         arrays |= _likeliest("draft", scores[0], columns_N)
-    last = mx.zeros((1,), drafts_N.dtype)  # no draft was checked at the last position
-    return arrays | _likeliest("target", logits_LV, mx.concatenate([drafts_N[: logits_LV.shape[0] - 1], last]))
+    checked = logits_LV.shape[0] - 1
+    if proposal.parents is not None:  # the rows at which drafts were checked, then all: one is that of the last token
+        arrays["parents"] = mx.array(proposal.parents)
+        rows = [*(parent + 1 for parent in proposal.parents[:checked]), *range(checked + 1)]
+        logits_LV = logits_LV[mx.array(rows)]
+    rest = mx.zeros((logits_LV.shape[0] - checked,), drafts_N.dtype)  # no draft was checked at the last position
+    return arrays | _likeliest("target", logits_LV, mx.concatenate([drafts_N[:checked], rest]))
 
 
 def _likeliest(name: str, scores_NV: mx.array, columns_N: mx.array) -> dict[str, mx.array]:
@@ -310,13 +316,18 @@ def _likeliest(name: str, scores_NV: mx.array, columns_N: mx.array) -> dict[str,
     }
 
 
-def _read(inspected: Mapping[str, mx.array]) -> Record:
-    """The record's part that ``inspect`` prepared."""
+def _read(inspected: Mapping[str, mx.array], block: Block) -> Record:
+    """The record's part that ``inspect`` prepared; the drafts of a tree in the order of the block's."""
     arrays = {name: np.array(array) for name, array in inspected.items()}
-    drafts = arrays["drafts"].tolist()
-    record: Record = {"drafts": drafts}
+    record: Record = {"drafts": arrays["drafts"][block.order].tolist()}
+    own_row = len(block.drafted)  # of the target's own token: the last, or that of the last accepted draft of a tree
+    if "parents" in arrays:
+        new = {-1: -1} | {old: new for new, old in enumerate(block.order)}
+        record["parents"] = [new[parent] for parent in arrays["parents"][block.order].tolist()]
+        own_row += block.order[block.accepted - 1] + 1 if block.accepted else 0
+    rows = {"draft": block.order, "target": [*block.order[: len(block.drafted)], own_row]}
     if "confidence" in arrays:
-        record["confidence"] = _rounded(arrays["confidence"])
+        record["confidence"] = _rounded(arrays["confidence"][block.order])
     for name in ("draft", "target"):
         if f"{name}_scores" in arrays:
             own_N, top_NK, probabilities_NK = _likeliest_on_host(arrays[f"{name}_scores"], arrays[f"{name}_columns"])
@@ -327,6 +338,7 @@ def _read(inspected: Mapping[str, mx.array]) -> Record:
         if name == "draft" and "candidates" in arrays:
             listed_N = (arrays["candidates"] == arrays["drafts"][:, None]).any(axis=-1)
             own_N, top_NK = own_N * listed_N, np.take_along_axis(arrays["candidates"], top_NK, axis=-1)
+        own_N, top_NK, probabilities_NK = (array[rows[name]] for array in (own_N, top_NK, probabilities_NK))
         record[f"{name}_probability"] = _rounded(own_N if name == "draft" else own_N[:-1])
         record[f"{name}_top"] = {"tokens": top_NK.tolist(), "probabilities": _rounded(probabilities_NK)}
     return record

@@ -11,7 +11,6 @@ Knows the protocol. Must not know what kind of drafter the other one is, or how 
 Shapes: D depths, K candidates at each, V vocabulary, N nodes.
 """
 
-
 from typing import Any
 
 import mlx.core as mx

@@ -216,7 +216,6 @@ class TargetCache(list[Any]):
             else:
                 _RULES[type(cache)](cache, rejected)
 
-
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these ``rows`` of the last pass, in this order; it had a row for each of its tokens.
 

@@ -179,7 +179,7 @@ class _Comparison:
 
     def _reports(self, settings: dict[str, Any]) -> dict[str, "Report"]:
         from ..bench import judge
-        from ..bench.environment import environment
+        from ..environment import environment
         from ..bench.report import Report
         from ..bench.speedup import limit_of
 

@@ -66,7 +66,7 @@ def evaluate(
     """
     asked = dict(locals())
     from ..bench import HELDOUT
-    from ..bench.environment import environment
+    from ..environment import environment
     from ..trace import TraceFile
 
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)

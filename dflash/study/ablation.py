@@ -15,10 +15,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..bench.environment import environment
 from ..bench.runs import Side, dflash_side, plain_side, time_side
 from ..drafters.checkpoint import load_drafter
 from ..drafters.ngram import NAME as NGRAM
+from ..environment import environment
 from ..errors import DFlashError, one_line
 from ..files import atomic_write, exclusive_lock, remove_unfinished, write_json
 from ..generate import PAIR, DFlashSpeculativeDecoder

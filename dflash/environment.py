@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import backend
-from ..threads import DecodeThreads
+from . import backend
+from .threads import DecodeThreads
 
 PACKAGES = ("dflash-research", "mlx", "mlx-lm", "transformers")
 
@@ -39,7 +39,7 @@ def commit() -> str | None:
 
     ``None`` for an installed package.
     """
-    here = Path(__file__).resolve().parents[2]
+    here = Path(__file__).resolve().parents[1]
     if not (here / ".git").exists():
         return None
     try:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from support import dense_loss, packagings, reference
+from support.agreement import assert_same_blocks, features_of, feed_in_pieces, numpy_weights, prompt_of
 from support.models import HIDDEN, draft_config, qwen3_model, random_drafter, randomize
 
-from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, save_drafter
+from dflash import LoadedTargetModel, load_drafter, save_drafter
 from dflash.drafters.dflare import QwenDFlareDraftModel
 from dflash.errors import TrainingError
 from dflash.training.drafters.init import new_drafter
@@ -29,16 +30,12 @@ VARIANTS = {
 }
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
-    return np.exp(x) / np.exp(x).sum()
-
-
 class DenseDFlare(reference.DenseDrafter):
     """Every layer's context: its own mean of the taps, and its own projections."""
 
     def context(self, layer: int, features_SF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         taps = features_SF.reshape(len(features_SF), -1, HIDDEN)
-        weights = softmax(self.weights["layer_fusion_weights"][layer])
+        weights = reference.softmax(self.weights["layer_fusion_weights"][layer])
         fused = sum(weights[t] * taps[:, t] for t in range(taps.shape[1]))
         hidden = reference.rms_norm(fused, self.weights["hidden_norm.weight"], self.eps)
         prefix = f"layers.{layer}.self_attn"
@@ -55,10 +52,6 @@ def random_dflare(seed: int, vocab: int, **changes) -> QwenDFlareDraftModel:
     return randomize(QwenDFlareDraftModel(draft_config(vocab, **changes)), seed, scale=2.0)
 
 
-def numpy_weights(model) -> dict[str, np.ndarray]:
-    return {name: np.array(w).astype(np.float64) for name, w in tree_flatten(model.parameters())}
-
-
 def pair(seed: int, vocab: int, **changes):
     model = qwen3_model(seed, vocab, tied=seed % 2 == 0)
     target, drafter = LoadedTargetModel(model), random_dflare(seed, vocab, **changes)
@@ -67,40 +60,19 @@ def pair(seed: int, vocab: int, **changes):
     return target, drafter, dense_target, DenseDFlare(numpy_weights(drafter), asdict(drafter.config), dense_target)
 
 
-def prompt_of(length: int, vocab: int) -> list[int]:
-    return np.random.default_rng(length).integers(0, vocab, length).tolist()
-
-
 @pytest.mark.parametrize("context", [1, 7, 45])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_draft_logits_follow_the_formulas_at_any_context_length(variant, context):
     target, drafter, dense_target, dense = pair(1, 24, **VARIANTS[variant])
     tokens = prompt_of(context, 24)
-    outputs = dense_target(tokens)[1]
-    features = np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
-    caches, cache = target.make_cache(), drafter.make_cache()
-    for start, stop in zip([0, 1, 5, 20], [1, 5, 20, 99], strict=True):
-        piece = mx.array([tokens[start:stop]])
-        if piece.size:
-            _, piece_features = target.forward_with_hidden_states(piece, caches, drafter.target_layer_ids)
-            drafter.extend_context(piece_features, cache, piece)
-            drafter.propose(mx.array([[3]]), 2, cache)  # must leave no trace
+    features, cache = features_of(dense_target, drafter, tokens), feed_in_pieces(target, drafter, tokens)
     proposal = drafter.propose(mx.array([[5]]), 7, cache)
     np.testing.assert_allclose(np.array(proposal.logits[0]), dense.logits(features, 5), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("variant", "prompt", "seed"), [("full", 7, 7), ("three layers, window", 17, 3)])
 def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, prompt, seed):
-    target, drafter, dense_target, dense = pair(seed, 4, **VARIANTS[variant])
-    tokens, count = prompt_of(prompt, 4), 48
-    expected = reference.decode(dense_target, dense, tokens, count, 8)
-    assert len(set(expected.accepted)) > 2, "always right or always wrong; the comparison means nothing"
-    assert expected.lead > 2e-4, "a near tie: float32 may fall on its other side"
-    steps: list[list[int]] = []
-    decoder = DFlashSpeculativeDecoder(target, drafter)
-    ids = decoder.spec_generate(mx.array([tokens]), count, stream_callback=steps.append)
-    assert ids[0, prompt:].tolist() == expected.tokens
-    assert [len(step) for step in steps[1:]] == expected.accepted
+    assert_same_blocks(pair(seed, 4, **VARIANTS[variant]), prompt_of(prompt, 4), 48, 8)
 
 
 def test_published_files_load_by_their_names_and_what_is_saved_loads_bit_equal(tmp_path):

@@ -10,11 +10,11 @@ from dataclasses import asdict
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from support import reference
+from support.agreement import assert_same_blocks, features_of, feed_in_pieces, numpy_weights, prompt_of
 from support.models import HIDDEN, qwen3_model, random_drafter
 
-from dflash import DFlashConfig, DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash import DFlashConfig, LoadedTargetModel
 from dflash.adapters.conformance import small_models
 from dflash.target.identity import target_fingerprint
 
@@ -26,10 +26,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-
-def numpy_weights(model) -> dict[str, np.ndarray]:
-    return {name: np.array(w).astype(np.float64) for name, w in tree_flatten(model.parameters())}
 
 
 def flat(config: DFlashConfig) -> dict:
@@ -44,10 +40,6 @@ def pair(seed: int, vocab: int, target_changes=None, **draft_changes):
     dense_target = reference.DenseTarget(numpy_weights(model), asdict(model.args))
     dense_drafter = reference.DenseDrafter(numpy_weights(drafter), flat(drafter.config), dense_target)
     return target, drafter, dense_target, dense_drafter
-
-
-def prompt_of(length: int, vocab: int) -> list[int]:
-    return np.random.default_rng(length).integers(0, vocab, length).tolist()
 
 
 VARIANTS = {
@@ -74,16 +66,7 @@ def test_draft_logits_follow_the_formulas_at_any_context_length(variant, context
     """Through the caches: the context arrives in uneven pieces, with proposals in between."""
     target, drafter, dense_target, dense_drafter = pair(1, 24, **VARIANTS[variant])
     tokens = prompt_of(context, 24)
-    outputs = dense_target(tokens)[1]
-    features = np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
-
-    caches, cache = target.make_cache(), drafter.make_cache()
-    for start, stop in zip([0, 1, 4, 5, 20], [1, 4, 5, 20, 99], strict=True):
-        piece = mx.array([tokens[start:stop]])
-        if piece.size:
-            _, piece_features = target.forward_with_hidden_states(piece, caches, drafter.target_layer_ids)
-            drafter.extend_context(piece_features, cache, piece)
-            drafter.propose(mx.array([[3]]), 2, cache)  # must leave no trace
+    features, cache = features_of(dense_target, drafter, tokens), feed_in_pieces(target, drafter, tokens)
     assert cache.offset == context
     length = drafter.block_size - 1
     proposal = drafter.propose(mx.array([[5]]), length, cache)
@@ -98,9 +81,7 @@ def test_variants_differ_so_that_the_comparison_can_tell_them_apart():
     drafts = {}
     for name in ("full", "sliding", "causal full", "bidirectional sliding", "biases", "rope linear", "rope llama3"):
         _, drafter, dense_target, dense_drafter = pair(1, 24, **VARIANTS[name])
-        outputs = dense_target(prompt_of(45, 24))[1]
-        features = np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
-        drafts[name] = dense_drafter.logits(features, 5)
+        drafts[name] = dense_drafter.logits(features_of(dense_target, drafter, prompt_of(45, 24)), 5)
     names = list(drafts)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
@@ -139,20 +120,8 @@ DECODING = [
 
 @pytest.mark.parametrize(("variant", "trained", "used", "prompt", "seed"), DECODING)
 def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, trained, used, prompt, seed):
-    target, drafter, dense_target, dense_drafter = pair(seed, 4, **(VARIANTS[variant] | {"block_size": trained}))
-    tokens, count = prompt_of(prompt, 4), 64
-    expected = reference.decode(dense_target, dense_drafter, tokens, count, used)
-    assert max(expected.accepted) > 2, "drafts are never right; the comparison means nothing"
-    assert len(expected.accepted) > 5, "drafts are always right; the comparison means nothing"
-    assert len(set(expected.accepted)) > 2
-    assert expected.lead > 2e-4, "a near tie: float32 may fall on its other side"
-
-    steps: list[list[int]] = []
-    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=used)
-    ids = decoder.spec_generate(mx.array([tokens]), count, stream_callback=steps.append)
-    assert ids[0, prompt:].tolist() == expected.tokens
-    assert len(steps[0]) == 1, "the prompt's own pass commits one token"
-    assert [len(step) for step in steps[1:]] == expected.accepted
+    both = pair(seed, 4, **(VARIANTS[variant] | {"block_size": trained}))
+    assert_same_blocks(both, prompt_of(prompt, 4), 64, used)
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "gemma2"])

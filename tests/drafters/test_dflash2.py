@@ -2,17 +2,23 @@
 
 import json
 from dataclasses import asdict
-from itertools import product
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from support import packagings, reference
+from support.agreement import (
+    assert_pairs_are_exact,
+    assert_same_blocks,
+    features_of,
+    feed_in_pieces,
+    numpy_weights,
+    prompt_of,
+)
 from support.models import HIDDEN, draft_config, plain_greedy, qwen3_model, randomize
 from support.models import target as small_target
-from support.reference_dflash2 import DenseDFlash2, softmax
+from support.reference_dflash2 import DenseDFlash2
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, save_drafter
 from dflash.backend import to_compute_dtype
@@ -21,8 +27,6 @@ from dflash.drafters.quantized import quantize_drafter
 from dflash.errors import CheckpointError
 from dflash.files import flat
 from dflash.sampling import DrawingSampler
-from dflash.speculative import speculative_sampling
-from dflash.verify import sample_target
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 VOCAB, KNOWN = 24, [1, 2, 3, 5, 8, 13, 21]
@@ -37,10 +41,6 @@ VARIANTS = {
     "padded vocabulary": {"selector_vocab_size": 19, "selector_top_k": 16},
     "reduced vocabulary": {"draft_vocab_size": len(KNOWN), "selector_top_k": 7},
 }
-
-
-def numpy_weights(model) -> dict[str, np.ndarray]:
-    return {name: np.array(w).astype(np.float64) for name, w in tree_flatten(model.parameters())}
 
 
 def dflash2_config(vocab: int = VOCAB, **changes) -> DFlash2Config:
@@ -81,15 +81,6 @@ def _spread(known: np.ndarray, vocab: int) -> np.ndarray:
     return logits
 
 
-def prompt_of(length: int, vocab: int = VOCAB) -> list[int]:
-    return np.random.default_rng(length).integers(0, vocab, length).tolist()
-
-
-def features_of(dense_target, drafter, tokens) -> np.ndarray:
-    outputs = dense_target(tokens)[1]
-    return np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
-
-
 def assert_follows(proposal, path) -> None:
     """Candidates, scores and tokens are the reference's."""
     assert proposal.candidates[0].tolist() == path.candidates
@@ -102,14 +93,8 @@ def assert_follows(proposal, path) -> None:
 def test_drafts_follow_the_formulas_at_any_context_length(variant, context):
     """Through the caches: the context arrives in uneven pieces, with proposals in between; then in one piece."""
     target, drafter, dense_target, dense = pair(1, **VARIANTS[variant])
-    tokens = prompt_of(context)
-    caches, cache = target.make_cache(), drafter.make_cache()
-    for start, stop in zip([0, 1, 5, 20], [1, 5, 20, 99], strict=True):
-        piece = mx.array([tokens[start:stop]])
-        if piece.size:
-            _, features = target.forward_with_hidden_states(piece, caches, drafter.target_layer_ids)
-            drafter.extend_context(features, cache, piece)
-            drafter.propose(mx.array([[3]]), 2, cache)  # must leave no trace
+    tokens = prompt_of(context, VOCAB)
+    cache = feed_in_pieces(target, drafter, tokens)
     path = dense.walk(features_of(dense_target, drafter, tokens), 5)
     proposal = drafter.propose(mx.array([[5]]), drafter.block_size - 1, cache)
     assert_follows(proposal, path)
@@ -124,7 +109,7 @@ def test_drafts_follow_the_formulas_at_any_context_length(variant, context):
 
 def test_every_part_counts_so_that_the_comparison_can_miss_none():
     _, drafter, dense_target, dense = pair(1, **VARIANTS["as published"])
-    features = features_of(dense_target, drafter, prompt_of(20))
+    features = features_of(dense_target, drafter, prompt_of(20, VOCAB))
     path = dense.walk(features, 5)
     assert any(c[0] != t for c, t in zip(path.candidates, path.tokens, strict=True)), "the selector overrules nothing"
     for name in ("attention_conv.base_kernel", "mlp_conv.kernel_projection.weight", "predecessor_codebook"):
@@ -138,7 +123,7 @@ def test_every_part_counts_so_that_the_comparison_can_miss_none():
 @pytest.mark.parametrize("variant", ["as published", "causal", "padded vocabulary"])
 def test_drawn_tokens_come_from_the_candidates_alone_and_their_distribution_is_told(variant):
     target, drafter, dense_target, dense = pair(1, **VARIANTS[variant])
-    tokens, cache, temperature = prompt_of(9), drafter.make_cache(), 12.0
+    tokens, cache, temperature = prompt_of(9, VOCAB), drafter.make_cache(), 12.0
     _, features = target.forward_with_hidden_states(mx.array([tokens]), None, drafter.target_layer_ids)
     drafter.extend_context(features, cache, mx.array([tokens]))
     mx.random.seed(1)
@@ -148,7 +133,7 @@ def test_drawn_tokens_come_from_the_candidates_alone_and_their_distribution_is_t
     assert drawn.tokens[0].tolist() != dense.walk(dense_features, 5).tokens, "nothing was drawn"
     assert_follows(drawn, path)
     q = np.exp(np.array(drawn.log_q[0], np.float64))
-    np.testing.assert_allclose(q, softmax(np.stack(path.scores) / temperature), atol=2e-3)
+    np.testing.assert_allclose(q, reference.softmax(np.stack(path.scores) / temperature), atol=2e-3)
 
 
 DECODING = [("as published", 7, 1), ("causal", 17, 7), ("as published", 40, 7), ("logit options", 5, 0)]
@@ -156,16 +141,8 @@ DECODING = [("as published", 7, 1), ("causal", 17, 7), ("as published", 40, 7), 
 
 @pytest.mark.parametrize(("variant", "prompt", "seed"), DECODING)
 def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, prompt, seed):
-    target, drafter, dense_target, dense = pair(seed, 4, **(VARIANTS[variant] | {"selector_top_k": 3}))
-    tokens, count = prompt_of(prompt, 4), 48
-    expected = reference.decode(dense_target, dense, tokens, count, drafter.block_size)
-    assert len(set(expected.accepted)) > 3, "always right or always wrong; the comparison means nothing"
-    assert expected.lead > 2e-4, "a near tie: float32 may fall on its other side"
-    steps: list[list[int]] = []
-    decoder = DFlashSpeculativeDecoder(target, drafter)
-    ids = decoder.spec_generate(mx.array([tokens]), count, stream_callback=steps.append)
-    assert ids[0, prompt:].tolist() == expected.tokens
-    assert [len(step) for step in steps[1:]] == expected.accepted
+    both = pair(seed, 4, **(VARIANTS[variant] | {"selector_top_k": 3}))
+    assert_same_blocks(both, prompt_of(prompt, 4), 48, both[1].block_size, kinds=4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "sliding"])
@@ -179,34 +156,9 @@ def test_the_text_is_that_of_plain_decoding_on_other_caches_too(kind):
 
 
 def test_speculative_sampling_with_a_sparse_q_is_exact_over_joint_tokens(monkeypatch):
-    """Chi-square over all pairs of next tokens; the drafter can never draw two of the five that the target may."""
-    vocab, draws, sampler = 5, 1500, DrawingSampler(1.4)
-    target, drafter, _, _ = pair(3, vocab, selector_top_k=3)
-    prompt, anchor, cache = prompt_of(6, vocab), 2, drafter.make_cache()
-    _, features = target.forward_with_hidden_states(mx.array([prompt]), None, drafter.target_layer_ids)
-    drafter.extend_context(features, cache, mx.array([prompt]))
-    hidden = drafter.draft_hidden(mx.array([[anchor]]), 2, cache)
-    mx.eval(hidden)  # the layers draw nothing, so once is enough
-    monkeypatch.setattr(DFlash2DraftModel, "draft_hidden", lambda *_: hidden)
-    after = {
-        drafts: target.forward_with_hidden_states(mx.array([[*prompt, anchor, *drafts]]), None, ())[0][0, -3:] / 6
-        for drafts in product(range(vocab), repeat=2)
-    }
-    first = softmax(np.array(after[0, 0][0], np.float64) / 1.4)
-    second = np.stack([softmax(np.array(after[t, 0][1], np.float64) / 1.4) for t in range(vocab)])
-    counts, accepted = np.zeros((vocab, vocab)), 0
-    mx.random.seed(7)
-    for _ in range(draws):
-        proposal = drafter.draw(mx.array([[anchor]]), 2, cache, sampler)
-        verified = speculative_sampling(proposal, after[tuple(proposal.tokens[0].tolist())], sampler)
-        tokens, accepted = verified.tokens, accepted + verified.accepted
-        if len(tokens) == 1:  # the next block begins: its first token is the target's too
-            tokens = [*tokens, int(sample_target(after[tokens[0], 0][1:2], sampler).item())]
-        counts[tokens[0], tokens[1]] += 1
-    expected = draws * first[:, None] * second
-    assert 0.2 * draws < accepted < 1.8 * draws, "always right or always wrong; the comparison means nothing"
-    assert expected.min() > 5
-    assert ((counts - expected) ** 2 / expected).sum() < 51.2  # 24 degrees of freedom, 0.1 %
+    """The drafter can never draw two of the five tokens that the target may."""
+    target, drafter, _, _ = pair(3, 5, selector_top_k=3)
+    assert_pairs_are_exact(monkeypatch, target, drafter, 1.4, 6.0, 51.2)  # 24 degrees of freedom, 0.1 %
 
 
 # --- files ------------------------------------------------------------------------------------------------

@@ -2,23 +2,28 @@
 
 import json
 from dataclasses import asdict
-from itertools import product
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from support import packagings, reference
+from support.agreement import (
+    assert_pairs_are_exact,
+    assert_same_blocks,
+    features_of,
+    feed_in_pieces,
+    numpy_weights,
+    prompt_of,
+)
 from support.errors import refused
 from support.models import HIDDEN, draft_config, qwen3_model, randomize
-from support.reference_dspark import DenseDSpark, softmax
+from support.reference_dspark import DenseDSpark
 
-from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, save_drafter
+from dflash import LoadedTargetModel, load_drafter, save_drafter
 from dflash.drafters.dspark import DSparkConfig, DSparkDraftModel
 from dflash.errors import CheckpointError
 from dflash.sampling import DrawingSampler
-from dflash.speculative import speculative_sampling
-from dflash.verify import sample_target
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 VOCAB = 24
@@ -41,10 +46,6 @@ VARIANTS = {
     "logit options": {"output_multiplier": 0.5, "final_logit_softcapping": 4.0, "input_embedding_scale": 3.0},
     "reduced vocabulary": {"draft_vocab_size": len(KNOWN)},
 }  # fmt: skip
-
-
-def numpy_weights(model) -> dict[str, np.ndarray]:
-    return {name: np.array(w).astype(np.float64) for name, w in tree_flatten(model.parameters())}
 
 
 def dspark_config(vocab: int = VOCAB, **changes) -> DSparkConfig:
@@ -70,25 +71,12 @@ def pair(seed: int, vocab: int = VOCAB, **changes):
     return target, drafter, dense_target, dense
 
 
-def prompt_of(length: int, vocab: int = VOCAB) -> list[int]:
-    return np.random.default_rng(length).integers(0, vocab, length).tolist()
-
-
 @pytest.mark.parametrize("context", [1, 7, 45])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_follow_the_formulas_at_any_context_length(variant, context):
-    """Through the caches: the context arrives in uneven pieces, with proposals in between."""
     target, drafter, dense_target, dense = pair(1, **VARIANTS[variant])
-    tokens = prompt_of(context)
-    outputs = dense_target(tokens)[1]
-    features = np.concatenate([outputs[i] for i in drafter.target_layer_ids], axis=-1)
-    caches, cache = target.make_cache(), drafter.make_cache()
-    for start, stop in zip([0, 1, 5, 20], [1, 5, 20, 99], strict=True):
-        piece = mx.array([tokens[start:stop]])
-        if piece.size:
-            _, piece_features = target.forward_with_hidden_states(piece, caches, drafter.target_layer_ids)
-            drafter.extend_context(piece_features, cache, piece)
-            drafter.propose(mx.array([[3]]), 2, cache)  # must leave no trace
+    tokens = prompt_of(context, VOCAB)
+    features, cache = features_of(dense_target, drafter, tokens), feed_in_pieces(target, drafter, tokens)
     length = drafter.block_size - 1
     assert length == 8 - (not drafter.config.sample_from_anchor)
     proposal, expected = drafter.propose(mx.array([[5]]), length, cache), dense.drafts(features, 5)
@@ -105,15 +93,15 @@ def test_drafts_follow_the_formulas_at_any_context_length(variant, context):
 @pytest.mark.parametrize("variant", ["vanilla", "gated, causal window", "rnn, window, not causal"])
 def test_drawn_tokens_take_the_place_of_the_best_and_their_distribution_is_told(variant):
     target, drafter, dense_target, dense = pair(1, **VARIANTS[variant])
-    tokens = prompt_of(9)
+    tokens = prompt_of(9, VOCAB)
     cache, sampler = drafter.make_cache(), DrawingSampler(5.0, top_k=9)
     _, features = target.forward_with_hidden_states(mx.array([tokens]), None, drafter.target_layer_ids)
     drafter.extend_context(features, cache, mx.array([tokens]))
     mx.random.seed(1)
     drawn = drafter.draw(mx.array([[5]]), 8, cache, sampler)
-    outputs = np.concatenate([dense_target(tokens)[1][i] for i in drafter.target_layer_ids], axis=-1)
-    expected = dense.drafts(outputs, 5, drawn.tokens[0].tolist())
-    assert drawn.tokens[0].tolist() != dense.drafts(outputs, 5).tokens, "nothing was drawn"
+    dense_features = features_of(dense_target, drafter, tokens)
+    expected = dense.drafts(dense_features, 5, drawn.tokens[0].tolist())
+    assert drawn.tokens[0].tolist() != dense.drafts(dense_features, 5).tokens, "nothing was drawn"
     np.testing.assert_allclose(np.array(drawn.logits[0]), np.stack(expected.logits), atol=1e-3, rtol=1e-4)
     np.testing.assert_allclose(np.array(drawn.confidence[0]), expected.confidence, atol=1e-4)
     np.testing.assert_array_equal(np.array(drawn.log_q[0]), np.array(sampler.log_distribution(drawn.logits[0])))
@@ -125,48 +113,13 @@ DECODING = [("vanilla", 7, 3), ("gated, causal window", 17, 7), ("rnn, window, n
 
 @pytest.mark.parametrize(("variant", "prompt", "seed"), DECODING)
 def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, prompt, seed):
-    target, drafter, dense_target, dense = pair(seed, 4, **VARIANTS[variant])
-    tokens, count = prompt_of(prompt, 4), 48
-    expected = reference.decode(dense_target, dense, tokens, count, drafter.block_size)
-    assert len(set(expected.accepted)) > 2, "always right or always wrong; the comparison means nothing"
-    assert expected.lead > 2e-4, "a near tie: float32 may fall on its other side"
-    steps: list[list[int]] = []
-    decoder = DFlashSpeculativeDecoder(target, drafter)
-    ids = decoder.spec_generate(mx.array([tokens]), count, stream_callback=steps.append)
-    assert ids[0, prompt:].tolist() == expected.tokens
-    assert [len(step) for step in steps[1:]] == expected.accepted
+    both = pair(seed, 4, **VARIANTS[variant])
+    assert_same_blocks(both, prompt_of(prompt, 4), 48, both[1].block_size)
 
 
 def test_speculative_sampling_with_markov_drafts_is_exact_over_joint_tokens(monkeypatch):
-    """Chi-square over all pairs of next tokens, against the products of the target's own probabilities."""
-    vocab, draws, temp = 4, 1500, 6.0
-    sampler = DrawingSampler(temp)
-    target, drafter, _, _ = pair(3, vocab, markov_head_type="rnn")
-    prompt, anchor = prompt_of(6, vocab), 2
-    cache = drafter.make_cache()
-    _, features = target.forward_with_hidden_states(mx.array([prompt]), None, drafter.target_layer_ids)
-    drafter.extend_context(features, cache, mx.array([prompt]))
-    hidden = drafter.draft_hidden(mx.array([[anchor]]), 2, cache)  # the same in every draw
-    monkeypatch.setattr(drafter, "draft_hidden", lambda *_: hidden)
-    after = {
-        drafts: target.forward_with_hidden_states(mx.array([[*prompt, anchor, *drafts]]), None, ())[0][0, -3:]
-        for drafts in product(range(vocab), repeat=2)
-    }
-    first = softmax(np.array(after[0, 0][0], np.float64) / temp)
-    second = np.stack([softmax(np.array(after[t, 0][1], np.float64) / temp) for t in range(vocab)])
-    counts, accepted = np.zeros((vocab, vocab)), 0
-    mx.random.seed(7)
-    for _ in range(draws):
-        proposal = drafter.draw(mx.array([[anchor]]), 2, cache, sampler)
-        verified = speculative_sampling(proposal, after[tuple(proposal.tokens[0].tolist())], sampler)
-        tokens, accepted = verified.tokens, accepted + verified.accepted
-        if len(tokens) == 1:  # the next block begins: its first token is the target's too
-            tokens = [*tokens, int(sample_target(after[tokens[0], 0][1:2], sampler).item())]
-        counts[tokens[0], tokens[1]] += 1
-    expected = draws * first[:, None] * second
-    assert 0.2 * draws < accepted < 1.8 * draws, "always right or always wrong; the comparison means nothing"
-    assert expected.min() > 5
-    assert ((counts - expected) ** 2 / expected).sum() < 37.7  # 15 degrees of freedom, 0.1 %
+    target, drafter, _, _ = pair(3, 4, markov_head_type="rnn")
+    assert_pairs_are_exact(monkeypatch, target, drafter, 6.0, 1.0, 37.7)  # 15 degrees of freedom, 0.1 %
 
 
 # --- packagings -------------------------------------------------------------------------------------------

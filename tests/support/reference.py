@@ -24,6 +24,11 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
 def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping | None) -> np.ndarray:
     """Radians a position for each pair of a head: plain, ``linear`` or ``llama3`` as Meta published it."""
     inverse = np.array([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)])
@@ -60,8 +65,7 @@ def rope(x_LD: np.ndarray, positions: np.ndarray, inverse: np.ndarray) -> np.nda
 
 def attend(q_LD: np.ndarray, k_SD: np.ndarray, v_SD: np.ndarray, visible_LS: np.ndarray) -> np.ndarray:
     scores = np.where(visible_LS, q_LD @ k_SD.T / math.sqrt(q_LD.shape[-1]), -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True) @ v_SD
+    return softmax(scores) @ v_SD
 
 
 @dataclass

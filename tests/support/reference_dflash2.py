@@ -14,11 +14,6 @@ import numpy as np
 from .reference import DenseDrafter, Layer, rms_norm, silu
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
-    weights = np.exp(x - x.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
-
-
 @dataclass
 class Path:
     """What the walk chose: tokens, and of each position the candidates and their scores."""

@@ -16,11 +16,6 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
-    weights = np.exp(x - x.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
-
-
 @dataclass
 class Drafted:
     """Tokens, their logits ``[N, V]`` with the bias, and confidences ``[N]``."""

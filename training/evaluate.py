@@ -101,7 +101,7 @@ def measure_each(
             blocks, committed = blocks + 1, committed + len(response.tokens)
             in_text = len(response.tokens) if response.finish_reason == "stop" else len(response.drafted)
             verified[: min(in_text, len(response.drafted))] += 1
-            pairs = zip(response.drafted, response.tokens, strict=False)
+            pairs = zip(response.drafted[: response.accepted], response.tokens, strict=False)
             accepted[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))] += 1
         yield Acceptance(blocks, committed, verified, accepted)
 

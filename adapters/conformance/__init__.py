@@ -68,7 +68,8 @@ def run_checks(trial: FullTrial) -> Iterator[Check]:
     """Each check as it ends. After a failed first one there are no caches, and none of the others can run."""
     _ = trial.objects  # noted before anything runs
     for number, (name, step) in enumerate(CHECKS.items()):
-        found = Check(name, run(step, trial))
+        trial.skipped = ""
+        found = Check(name, run(step, trial), trial.skipped)
         yield found
         if number == 0 and not found.passed:
             return

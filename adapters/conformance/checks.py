@@ -14,10 +14,13 @@ import mlx.nn as nn
 
 from dflash.decode import Decoding, decode, prefill
 from dflash.drafters.protocol import Drafter, Proposal
+from dflash.drafters.tree import TreeDrafter
+from dflash.errors import IncompatibleModelsError, one_line
 from dflash.target import LoadedTargetModel
 from dflash.target.compare import Mismatch, assert_close, assert_same_caches, named_arrays
 from dflash.target.trial import BLOCK, LENGTH, TRIAL, Trial
 
+NODES = 12  # drafts of a tree
 DECODED = 64  # tokens decoded with a scripted drafter
 NEAR_TIE = 1e-3  # a best token that leads by less may lose its lead to rounding
 
@@ -34,6 +37,13 @@ def _chunks(trial: Trial) -> None:
 
 
 # --- decoding --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TokenCount:
+    """A drafter's cache that holds only how many tokens it was told."""
+
+    offset: int = 0
 
 
 class ScriptedDrafter:
@@ -61,29 +71,53 @@ class ScriptedDrafter:
         return Proposal(mx.array([[(t + w) % self.vocab for t, w in zip(planned, wrong, strict=True)]]))
 
 
-@dataclass
-class TokenCount:
-    """A drafter's cache that holds only how many tokens it was told."""
+class UnsureDrafter(ScriptedDrafter):
+    """The same, but the right token is its second choice where its first is wrong."""
 
-    offset: int = 0
+    def propose(self, anchor: mx.array, length: int, cache: TokenCount) -> Proposal:
+        """Drafts with logits, of which a tree can be grown."""
+        drafts_1N = super().propose(anchor, length, cache).tokens
+        right_1N = mx.array([(self.text[cache.offset + 1 :][:length] + [0] * length)[:length]])
+        ids_V = mx.arange(self.vocab)
+        logits = mx.where(drafts_1N[..., None] == ids_V, 5.0, mx.where(right_1N[..., None] == ids_V, 4.0, 0.0))
+        return Proposal(drafts_1N, logits)
 
 
 def _decoding(trial: Trial) -> None:
     """Speculative decoding writes plain greedy decoding's text, whether drafts are never, mostly or always right."""
-    target = trial.target
     prompt = cast(list[int], trial.tokens(LENGTH, trial.seed)[0].tolist())
-    text, leads = _plain_greedy(target, prompt, trial.cache_options)
+    text, leads = _plain_greedy(trial.target, prompt, trial.cache_options)
     for right in (0.0, 0.8, 1.0):
-        drafter: Drafter = ScriptedDrafter(prompt + text, target.vocab_size, right)
-        run = Decoding(target, drafter)
-        state = prefill(run, prompt, target_cache=target.make_cache(**trial.cache_options))
-        for _ in decode(run, state, DECODED, BLOCK):
-            pass
-        for i, (ours, plain, lead) in enumerate(zip(state.tokens[len(prompt) :], text, leads, strict=True)):
-            if ours != plain and lead < NEAR_TIE:
-                break  # two tokens were equally good: plain decoding itself depends on rounding here
-            if ours != plain:
-                raise Mismatch(f"token {i} is {ours}, plain decoding writes {plain} (drafter right {right:.0%})")
+        drafter = ScriptedDrafter(prompt + text, trial.target.vocab_size, right)
+        _compare_text(trial, drafter, prompt, text, leads, f"drafter right {right:.0%}")
+
+
+def _trees(trial: Trial) -> None:
+    """So it does with trees of drafts, where the target can verify them; where it cannot, it says why."""
+    assert isinstance(trial, FullTrial)
+    try:
+        trial.target.check_trees(trial.target.make_cache(**trial.cache_options))
+    except IncompatibleModelsError as error:
+        trial.skipped = one_line(error, limit=1000)
+        return
+    prompt = cast(list[int], trial.tokens(LENGTH, trial.seed)[0].tolist())
+    text, leads = _plain_greedy(trial.target, prompt, trial.cache_options)
+    drafter = TreeDrafter(UnsureDrafter(prompt + text, trial.target.vocab_size, 0.6), NODES)
+    _compare_text(trial, cast(Drafter, drafter), prompt, text, leads, f"trees of {NODES} drafts")
+
+
+def _compare_text(
+    trial: Trial, drafter: Drafter, prompt: list[int], text: list[int], leads: list[float], what: str
+) -> None:
+    run = Decoding(trial.target, drafter)
+    state = prefill(run, prompt, target_cache=trial.target.make_cache(**trial.cache_options))
+    for _ in decode(run, state, DECODED, BLOCK):
+        pass
+    for i, (ours, plain, lead) in enumerate(zip(state.tokens[len(prompt) :], text, leads, strict=True)):
+        if ours != plain and lead < NEAR_TIE:
+            break  # two tokens were equally good: plain decoding itself depends on rounding here
+        if ours != plain:
+            raise Mismatch(f"token {i} is {ours}, plain decoding writes {plain} ({what})")
 
 
 def _plain_greedy(
@@ -111,7 +145,9 @@ def _plain_greedy(
 
 @dataclass
 class FullTrial(Trial):
-    """A trial that also knows which objects the model was made of when it began."""
+    """A trial that also knows which objects the model was made of when it began, and why a check was left out."""
+
+    skipped: str = ""
 
     @cached_property
     def objects(self) -> list[tuple[str, int]]:
@@ -137,6 +173,7 @@ def _same_objects(trial: Trial) -> None:
 CHECKS: dict[str, Callable[[Trial], None]] = TRIAL | {
     "prefill in chunks equals prefill at once": _chunks,
     "decoding equals plain greedy decoding": _decoding,
+    "decoding trees equals plain greedy decoding": _trees,
     "the model's own objects are unchanged": _same_objects,
 }
 """All checks, in order: first those that take a few passes, then those that decode."""

@@ -11,10 +11,17 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the report; ``difference`` is the first one found, empty where the check passed."""
+    """One row of the report.
+
+    Args:
+        name: What was checked.
+        difference: The first one found; empty where the check passed.
+        skipped: Why it was left out: the target decodes without what it checks.
+    """
 
     name: str
     difference: str = ""
+    skipped: str = ""
 
     @property
     def passed(self) -> bool:
@@ -62,5 +69,6 @@ class Report:
         """For a terminal or a notebook: check, verdict, first difference."""
         table = Table("check", "verdict", "first difference", title=self.title, title_justify="left")
         for c in self.checks:
-            table.add_row(c.name, Text("pass", "green") if c.passed else Text("fail", "red"), Text(c.difference))
+            passed = Text("skip", "yellow") if c.skipped else Text("pass", "green")
+            table.add_row(c.name, passed if c.passed else Text("fail", "red"), Text(c.difference or c.skipped))
         return table

@@ -120,4 +120,7 @@ def _target(name: str, trust_remote_code: bool) -> "nn.Module | LoadedTargetMode
 
 
 def _print_check(found: "Check") -> None:
+    if found.skipped:
+        print(f"skip  {found.name}: {found.skipped}", flush=True)
+        return
     print(f"pass  {found.name}" if found.passed else f"FAIL  {found.name}: {found.difference}", flush=True)

@@ -47,6 +47,7 @@ def bench(
     chat_template_config: options.TemplateConfig = None,
     verify: options.Verify = None,
     policy: options.PolicyName = None,
+    tree: options.TreeNodes = None,
     sampler: options.SamplerName = None,
     logits_processor: options.ProcessorNames = None,
     draft_bits: options.DraftBits = None,
@@ -74,7 +75,7 @@ def bench(
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
     processors = tuple(logits_processor or ())
-    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy)
+    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy, tree)
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
     loading.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
@@ -179,9 +180,9 @@ class _Comparison:
 
     def _reports(self, settings: dict[str, Any]) -> dict[str, "Report"]:
         from ..bench import judge
-        from ..environment import environment
         from ..bench.report import Report
         from ..bench.speedup import limit_of
+        from ..environment import environment
 
         about = {
             "environment": environment(self.threads),

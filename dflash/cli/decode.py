@@ -48,6 +48,7 @@ def generate(
     ] = None,
     verify: options.Verify = None,
     policy: options.PolicyName = None,
+    tree: options.TreeNodes = None,
     sampler: options.SamplerName = None,
     logits_processor: options.ProcessorNames = None,
     draft_bits: options.DraftBits = None,
@@ -93,7 +94,7 @@ def generate(
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
     processors = tuple(logits_processor or ())
-    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy)
+    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy, tree)
     decoder = loading.load_decoder(target, drafter, block_size, trust_remote_code, draft_bits, draft_window)
     caching = options.caching(max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
     if prompt_cache_file is None:

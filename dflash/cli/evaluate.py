@@ -46,6 +46,7 @@ def evaluate(
     system: options.System = None,
     chat_template_config: options.TemplateConfig = None,
     verify: options.Verify = None,
+    tree: options.TreeNodes = None,
     sampler: options.SamplerName = None,
     logits_processor: options.ProcessorNames = None,
     draft_bits: options.DraftBits = None,
@@ -72,7 +73,7 @@ def evaluate(
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
     processors = tuple(logits_processor or ())
-    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify)
+    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, None, tree)
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
     decoder = loading.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
     loaded = decoder.loaded_target

@@ -154,6 +154,14 @@ PolicyName = Annotated[
         callback=not_empty,
     ),
 ]
+TreeNodes = Annotated[
+    int | None,
+    typer.Option(
+        "--tree",
+        metavar="N",
+        help="Verify a tree of N drafts in a block, the likeliest paths, in place of a chain. Full attention only.",
+    ),
+]
 SamplerName = Annotated[
     str | None, typer.Option("--sampler", metavar="NAME", help="A sampler that a plug-in adds.", callback=not_empty)
 ]
@@ -207,6 +215,7 @@ class Sampling:
     penalties: dict[str, Any] = field(default_factory=dict)
     verify: str | None = None
     policy: str | None = None
+    tree: int | None = None
 
     def for_dflash(self) -> dict[str, Any]:
         """Options of ``stream_generate`` beside the temperature; what was not asked for is left to its defaults."""
@@ -220,7 +229,8 @@ class Sampling:
             "verify": self.verify,
             "policy": int(self.policy) if self.policy and self.policy.isdecimal() else self.policy,
         }
-        return {name: value for name, value in asked.items() if value or (name == "policy" and value is not None)}
+        given = {name: value for name, value in asked.items() if value or (name == "policy" and value is not None)}
+        return given if self.tree is None else given | {"tree": self.tree}
 
     def for_plain(self) -> dict[str, Any]:
         """The same for plain mlx_lm: a sampler and logits processors.

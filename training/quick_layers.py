@@ -77,12 +77,13 @@ class _QuickLayers:
 
 def decoder_layer(layer: Any, x_BLE: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
     """What ``layer(x, mask, cache)`` returns, ``[B, L, E]``."""
-    x_BLE = x_BLE + _self_attention(layer.self_attn, layer.input_layernorm(x_BLE), mask, cache)
+    x_BLE = x_BLE + self_attention(layer.self_attn, layer.input_layernorm(x_BLE), mask, cache)
     y_BLE, mlp = layer.post_attention_layernorm(x_BLE), layer.mlp
     return x_BLE + mlp.down_proj(swiglu(mlp.gate_proj(y_BLE), mlp.up_proj(y_BLE)))
 
 
-def _self_attention(attention: Any, x_BLE: mx.array, mask: Any, cache: Any) -> mx.array:
+def self_attention(attention: Any, x_BLE: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    """What ``attention(x, mask, cache)`` returns, ``[B, L, E]``."""
     queries = rearrange(attention.q_proj(x_BLE), "B L (H D) -> B L H D", H=attention.n_heads)
     keys, values = (
         rearrange(project(x_BLE), "B L (K D) -> B L K D", K=attention.n_kv_heads)

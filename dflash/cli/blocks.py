@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Underlined, in italics and struck through, so that they differ without colours too.
 ACCEPTED, OWN, PLAIN, REJECTED = "black on green", "underline black on cyan", "italic", "strike red"
+TAB = 4
 LEGEND = ((" accepted draft ", ACCEPTED), (" target's own ", OWN), (" plain step ", PLAIN))
 
 
@@ -34,6 +36,7 @@ class ColouredText:
         self._blocks: list[Record] = []
         self._texts: dict[str, str] = {}
         self._pieces = shown_pieces(self._arriving())
+        self._column = 0
 
     def __call__(self, record: Record) -> None:
         """Print a block, or the legend before the first."""
@@ -46,17 +49,26 @@ class ColouredText:
             return
         self._texts |= record["texts"]
         self._blocks.append(record)
-        line = Text(tab_size=4)
+        line = Text()
         for piece, number, token in next(self._pieces):
-            line.append(piece, style_of(self._blocks[number], token))
+            line.append(self._with_spaces(piece), style_of(self._blocks[number], token))
         if self._rejected:
-            line.append(self._tail(record), REJECTED)
+            line.append(self._with_spaces(self._tail(record)), REJECTED)
         self._console.print(line, end="")
         sys.stdout.flush()
 
     def _arriving(self) -> Iterator[Record]:
         for number in count():
             yield self._blocks[number]
+
+    def _with_spaces(self, piece: str) -> str:
+        """``piece`` with spaces for each tab: to the next column of four of its line, which earlier pieces began."""
+        shown = ""
+        for character in piece:
+            spaced = " " * (TAB - self._column % TAB) if character == "\t" else character
+            self._column = 0 if character == "\n" else self._column + cell_len(spaced)
+            shown += spaced
+        return shown
 
     def _tail(self, block: Record) -> str:
         """The drafts that were checked and rejected, on one line, without what would command the terminal."""

@@ -34,12 +34,13 @@ def test_a_pipe_gets_the_text_alone(generate, monkeypatch, flag):
     assert generate(flag).stdout == generate().stdout == TEXT + "\n"
 
 
-def test_a_terminal_shows_who_wrote_what(generate, terminal, tmp_path):
-    result = generate("--show-blocks", "--trace", tmp_path / "a.jsonl")
+@pytest.mark.parametrize("policy", ["full", "1", "2"])
+def test_a_terminal_shows_who_wrote_what(generate, terminal, tmp_path, policy):
+    result = generate("--show-blocks", "--trace", tmp_path / "a.jsonl", "--policy", policy)
     legend, shown = result.stdout.split("\n\n", 1)
     assert "accepted draft" in legend
     assert "rejected" not in legend
-    assert STYLE.sub("", shown) == TEXT.replace("\t", "   ") + "\n"  # to the next column of four
+    assert STYLE.sub("", shown) == TEXT.replace("\t", "   ") + "\n"  # to the next column of four, wherever blocks end
     own = "".join(re.findall(r"\x1b\[4;30;46m(.*?)\x1b\[0m", shown, re.S))
     _, *blocks = read_records(tmp_path / "a.jsonl")
     assert own == "".join(block["pieces"][-1] for block in blocks).replace("\n", "")  # its colour would not show

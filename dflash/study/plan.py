@@ -23,7 +23,7 @@ from ..tokens import prompt_tokens
 from ..training.recipe import Recipe
 from .answers import Answers
 from .identity import decoding_key, drafter_identity, features_key, plain_key, plain_options, prompt_key, training_key
-from .settings import BUNDLED, HELDOUT, Cell, PromptSet, Study, label_of, make_cells
+from .settings import BUNDLED, HELDOUT, Cell, PromptSet, Study, make_cells
 
 FEATURES_FOLDER, TRAINED_FOLDER, FINISHED = "features", "trained", "finished.json"
 
@@ -138,9 +138,3 @@ def encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[Stu
             raise DataError(f"{conversation.where}: {error}") from error
         prompts.append(StudyPrompt(name, tokens, prompt_key(tokens)))
     return prompts
-
-
-def settings_line(planned: PlannedCell) -> str:
-    """A cell's settings of decoding on one line."""
-    values = planned.cell.drafter | planned.cell.options
-    return ", ".join(f"{name} {label_of(value)}" for name, value in values.items())

@@ -12,11 +12,11 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
+from ..profile import PARTS
 from ..trace import Record, shown_pieces
 from . import svg
 from .svg import Line
 from .traces import (
-    PARTS,
     Request,
     Traces,
     acceptance_counts,

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DataError, DFlashError
+from ..profile import PARTS
 from ..trace import Record, read_records
 from .bootstrap import Interval, bootstrap, ratio_of_sums
 
 if TYPE_CHECKING:
     import pandas as pd
-
-PARTS = ("prefill", "draft", "verify", "rewind", "plain", "host")
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,6 @@ class Request:
     def prompt(self) -> tuple[int, ...]:
         """The prompt's tokens, by which requests of several traces are the same."""
         return tuple(self.about["prompt_tokens"])
-
-    @property
-    def ended_at_stop(self) -> bool:
-        """Whether the answer ended with a stop token or string."""
-        return bool(self.blocks) and self.blocks[-1]["finish_reason"] == "stop"
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def _price(t: int) -> list[tuple[int, int]]:
     return [(a, 0) for a in range(2, 11) if t * a <= PRODUCT_LIMIT]
 
 
-PLUS, MINUS, TIMES, OVER = "+", "-", "*", "/"
+PLUS, MINUS, TIMES = "+", "-", "*"
 GAIN, LOSS = (("+", "t", "a"),), (("-", "t", "a"),)
 PACK_GAIN, PACK_LOSS = (("*", "a", "b"), ("+", "t", "=")), (("*", "a", "b"), ("-", "t", "="))
 HALF_LOSS, THIRD_LOSS = (("/", "t", "2"), ("-", "t", "=")), (("/", "t", "3"), ("-", "t", "="))

@@ -9,7 +9,7 @@ from support.errors import refused
 from support.models import TEXT_VOCAB, byte_tokenizer, random_drafter, target, wrapped_tokenizer, writer
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy, Proposal, TraceFile, trace
-from dflash.decode import Decoding, decode_block, prefill
+from dflash.decode import Block, Decoding, decode_block, prefill
 from dflash.errors import DataError, GenerationError
 from dflash.trace import TOP, read_records, shown_pieces
 
@@ -107,7 +107,8 @@ def test_probabilities_are_those_of_the_logits(monkeypatch, on_cpu, sparse):
     proposal = Proposal(
         mx.array(tokens[None]), mx.array(scores[None].astype(np.float32)), mx.array(kept[None]) if sparse else None
     )
-    record = trace._read(trace.inspect(proposal, target_logits))
+    block = Block(tokens[:verified].tolist(), [0], 0, drafts, order=list(range(drafts)))
+    record = trace._read(trace.inspect(proposal, target_logits), block)
 
     def check(name: str, scores: np.ndarray, kept: np.ndarray, own: np.ndarray) -> None:
         chances = np.exp(scores - scores.max(-1, keepdims=True))
@@ -132,7 +133,7 @@ def test_the_inspected_arrays_come_with_the_block():
     run = Decoding(decoder.loaded_target, decoder.draft_model, inspect=trace.inspect)
     state = prefill(run, PROMPT)
     block = decode_block(run, state, 7)
-    record = trace._read(block.inspected)
+    record = trace._read(block.inspected, block)
     assert [row[0] for row in record["target_top"]["tokens"]][: len(block.tokens)] == block.tokens
     assert [row[0] for row in record["draft_top"]["tokens"]] == record["drafts"]
 

@@ -53,7 +53,7 @@ class BlockCosts:
         if self._mean is None:  # as if half of this block were a fixed cost: hopeful, so that short ones are tried
             share = np.arange(LONGEST + 2) / (i or 1)
             self._mean = np.log((1 + share) / 2) - math.log((1 + share[i]) / 2) + logarithm
-        self._covariance = self._covariance + self._drift * (0.2 if drafts == PLAIN else 1.0)  # it is over sooner
+        self._covariance = self._covariance + self._drift
         error = logarithm - self._mean[i]
         self._surprise += 0.3 * (min(error**2 / (self._covariance[i, i] + self.noise**2), 25.0) - self._surprise)
         if self._surprise > 2:  # the machine has changed: what was known is worth less

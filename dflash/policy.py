@@ -4,6 +4,7 @@ Knows seconds and chances. Must not know tokens, text or models: a policy decide
 it writes. Times and chances are learned (``estimates.py``) from the blocks that are decoded anyway.
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,7 +132,7 @@ class Adaptive(Policy):
     blocks usually made of that time: over texts whose blocks differ, this and not the greatest quotient of each block
     commits most tokens per second (Dinkelbach 1967). Where the very last blocks are expected to be slower than plain
     steps, the drafter sleeps: ``first_nap`` tokens, and each time that it wakes in vain twice as many, as long as
-    waking costs more than ``share`` of the time. The next text finds it awake.
+    waking costs more than ``share`` of the time. The next text finds it awake, or nearly.
 
     Costs and chances are learned for each source of drafts by itself, and kept from text to text.
     """
@@ -143,13 +144,16 @@ class Adaptive(Policy):
         self._sources: dict[str, _Source] = {}
         self._why: dict[str, float] = {}
         self._asleep = 0
+        self._plain_seconds: list[float] = []
 
     def begin(self) -> None:
-        """A new text begins: the drafter is awake, and what the last blocks brought is forgotten."""
-        self._asleep = 0
+        """A new text begins: soon the drafter is awake, and what the last blocks brought is forgotten."""
+        if self._plain_seconds:
+            self._end_nap()
+        self._asleep = min(self._asleep, 4 * self._first_nap)
         for source in self._sources.values():
             source.recent = _Rate(RECENT)
-            source.nap = self._first_nap
+            source.nap = max(self._first_nap, source.nap // 2)
             source.chances.forget(tokens=10)
 
     def sleep(self) -> int:
@@ -175,10 +179,10 @@ class Adaptive(Policy):
     def observe(self, block: BlockRecord) -> None:
         """Learn times and chances, and decide whether the drafter stays awake."""
         if block.asleep:
+            self._plain_seconds.append(block.seconds)
             self._asleep = max(0, self._asleep - 1)
-            for source in self._sources.values():
-                source.costs.observe(PLAIN, block.seconds)
-                source.chances.forget(tokens=1)
+            if self._asleep == 0:
+                self._end_nap()
             return
         source = self._sources.setdefault(block.source, _Source(nap=self._first_nap))
         source.learn(block)
@@ -193,6 +197,12 @@ class Adaptive(Policy):
         enough = min(source.nap, in_vain / (self._share * plain), self._longest_nap)
         self._asleep, source.nap = max(self._first_nap, int(enough)), 2 * source.nap
         source.recent = _Rate(RECENT)
+
+    def _end_nap(self) -> None:
+        for source in self._sources.values():
+            source.costs.observe(PLAIN, statistics.median(self._plain_seconds))
+            source.chances.forget(tokens=len(self._plain_seconds))
+        self._plain_seconds = []
 
     def why(self) -> dict[str, float]:
         """What the last length was expected to bring and to take, and what that time usually brings."""

@@ -235,7 +235,7 @@ class Dozing(Policy):
         return self.left
 
     def verify_length(self, drafts):
-        assert len(drafts.confidence) == drafts.count
+        assert not drafts.count or len(drafts.confidence) == drafts.count
         return min(2, drafts.count)
 
     def observe(self, block):
@@ -244,12 +244,12 @@ class Dozing(Policy):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
-@pytest.mark.parametrize("policy", [Fixed(0), Fixed(3), Adaptive(), Dozing()], ids=["0", "3", "adaptive", "dozing"])
+@pytest.mark.parametrize("policy", [lambda: Fixed(0), lambda: Fixed(3), Adaptive, Dozing])
 def test_no_policy_changes_the_text(kind, policy):
     expected, lead = plain_greedy(target(kind, 1).model, [3, 1, 4, 1, 5], 40)
     assert lead > 1e-4
     decoder = DFlashSpeculativeDecoder(target(kind, 1), bound_drafter(kind, 2))
-    tokens = decoder.spec_generate([3, 1, 4, 1, 5], 40, policy=policy, stop_token_ids=[])
+    tokens = decoder.spec_generate([3, 1, 4, 1, 5], 40, policy=policy(), stop_token_ids=[])
     assert tokens[0, 5:].tolist() == expected
 
 

@@ -24,12 +24,16 @@ class Drafts:
         confidence: The drafter's probability of each; ``None`` where it has none, or may not be asked.
         source: Which of several drafters made them.
         parents: Where they are a tree, the draft that each follows, -1 for the anchor; the likeliest stand first.
+        built: The length for which the target's pass is built already; ``None``: for none.
+        building: Seconds that it takes to build another.
     """
 
     count: int
     confidence: Sequence[float] | None = None
     source: str = ""
     parents: Sequence[int] | None = None
+    built: int | None = None
+    building: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class BlockRecord:
         matched: Leading drafts equal to what was committed: one more than ``accepted`` where the target's own token
             is the first draft that was not verified.
         confidence: The drafter's probability of each draft; ``None`` where it was not read.
-        seconds: Time of the whole block, or of the plain step.
+        seconds: Time of the whole block, without that for building a pass anew, or of the plain step.
         source: Which of several drafters made the drafts.
         asleep: Whether this was a plain step, for which no drafter was asked.
         parents: As in :class:`Drafts`.
@@ -170,7 +174,7 @@ class Adaptive(Policy):
         if not source.costs.known:
             return drafts.count
         tokens = list(source.expected_tokens(drafts.count, drafts.confidence, drafts.parents))
-        seconds = [source.costs.hoped(k) for k in range(len(tokens))]
+        seconds = [source.costs.hoped(k) + (drafts.building if k != drafts.built else 0.0) for k in range(len(tokens))]
         usual = source.usual.tokens_per_second or max(t / s for t, s in zip(tokens, seconds, strict=True))
         best = max(range(len(tokens)), key=lambda k: tokens[k] - usual * seconds[k])
         self._why = {"tokens": tokens[best], "seconds": seconds[best], "usual_tokens_per_second": usual}

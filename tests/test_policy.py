@@ -154,6 +154,16 @@ def test_saved_costs_are_known_from_the_first_block_on(tmp_path):
         Adaptive.load(tmp_path / "costs.json")
 
 
+def test_a_pass_that_is_built_is_taken_where_another_would_gain_less_than_its_building():
+    policy = Adaptive()
+    for _ in range(20):
+        policy.observe(BlockRecord(15, 15, 7, 7, [0.9] * 15, 0.1))
+    free = policy.verify_length(Drafts(15, [0.9] * 15))
+    assert free != 5
+    assert policy.verify_length(Drafts(15, [0.9] * 15, built=5, building=0.0)) == free
+    assert policy.verify_length(Drafts(15, [0.9] * 15, built=5, building=1.0)) == 5
+
+
 def test_each_source_of_drafts_has_costs_and_chances_of_its_own():
     policy = Adaptive()
     for _ in range(30):

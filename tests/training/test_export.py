@@ -6,7 +6,7 @@ import shutil
 import mlx.nn as nn
 import pytest
 from support.cli import assert_one_error, invoke
-from support.runs import recipe, result
+from support.runs import recipe
 
 from dflash import DFlashConfig, DFlashDraftModel, load_drafter, register_drafter
 from dflash.errors import DFlashError
@@ -16,7 +16,8 @@ from dflash.training.train import train
 
 def test_export_writes_best_or_last_and_refuses_what_is_no_run(undisturbed, tmp_path):
     assert invoke("export", undisturbed, tmp_path / "best").exit_code == 0
-    assert (tmp_path / "best" / "model.safetensors").read_bytes() == result(undisturbed)[0]
+    trained = undisturbed / "drafter" / "model.safetensors"
+    assert (tmp_path / "best" / "model.safetensors").read_bytes() == trained.read_bytes()
     assert invoke("export", undisturbed, tmp_path / "last", "--last").exit_code == 0
     assert "not evaluated" in (tmp_path / "last" / "README.md").read_text()
     (tmp_path / "last" / "recipe.json").write_text("{}")

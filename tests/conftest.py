@@ -6,12 +6,14 @@ import os
 # with float64 and between batch shapes need all of float32. Read once, when MLX starts.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import dflash  # (before any `import mlx`: loads the fast BLAS)
+from dflash.backend import blas_threads, set_blas_threads
 from dflash.policy import POLICIES, Policy
 
 # The first example of a shape pays for building a model, so examples have no even duration.
@@ -26,6 +28,15 @@ def every_draft_is_verified(request: pytest.FixtureRequest, monkeypatch: pytest.
     """By default decoding looks at the clock; a test of what a block does must not, unless it is marked so."""
     if request.node.get_closest_marker("looks_at_the_clock") is None:
         monkeypatch.setitem(POLICIES._known, "adaptive", Policy)
+
+
+@pytest.fixture(autouse=True)
+def blas_threads_stay() -> Iterator[None]:
+    """The last bits of a product depend on its number of threads, and runs are compared byte by byte."""
+    before = blas_threads()
+    yield
+    if before is not None and blas_threads() != before:
+        set_blas_threads(before)
 
 
 @pytest.fixture(scope="session")

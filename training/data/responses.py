@@ -10,6 +10,8 @@ Shapes: R rows of a batch, L length, S draft tokens, E hidden size.
 
 import copy
 import hashlib
+import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
@@ -31,6 +33,10 @@ from .sequences import Ints, Sequences, pad_batch, plan_batches
 _SHORTEST_PREFIX = 8
 """Tokens of a template that are read once for all prompts, such as those of a system prompt."""
 
+_PROMPTS_PER_PASS = 32
+_ENDED_PART = 8
+"""Rows leave a batch when one in so many has ended."""
+
 _POSITIONS_PER_PASS = 512
 """Positions whose logits are computed at a time: with a large vocabulary a whole response's would not fit."""
 
@@ -51,28 +57,36 @@ def generate_responses(
     random state, from the same seed. All prompts must begin with the same ``shared_prefix`` tokens; these are read
     once.
     """
-    caches = [_read_prefix(model, prompts[0][:shared_prefix])] if shared_prefix else []
+    stops, written = frozenset(stops), [[] for _ in prompts]  # type: frozenset[int], list[list[int]]
+    cache = _read_prefix(model, prompts[0][:shared_prefix]) if shared_prefix else None
+    waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))  # a group is padded to its longest
+    numbers: dict[int, int] = {}  # of the prompts that are being answered, by mlx-lm's own number of the row
+    ended: list[int] = []
     generator = BatchGenerator(
-        model,
-        stop_tokens=[[stop] for stop in sorted(stops)],
-        sampler=sampler,
-        completion_batch_size=batch,
-        prefill_batch_size=min(batch, 32),
+        model, sampler=sampler, completion_batch_size=batch, prefill_batch_size=min(batch, _PROMPTS_PER_PASS)
     )
     try:
-        uids = generator.insert(
-            [list(prompt[shared_prefix:]) for prompt in prompts],
-            list(max_tokens),
-            [copy.deepcopy(cache) for cache in caches * len(prompts)] or None,
-        )
-        numbers = {uid: i for i, uid in enumerate(uids)}
-        written: list[list[int]] = [[] for _ in prompts]
-        while responses := generator.next_generated():
-            for response in responses:
-                number = numbers[response.uid]
-                written[number].append(int(response.token))
-                if response.finish_reason is not None:
-                    yield number, written[number]
+        while waiting or numbers:
+            # A change of the rows copies all caches, so rows that have ended go on until there are enough of them.
+            if len(ended) * _ENDED_PART >= len(numbers) + len(ended):
+                generator.remove(ended)
+                ended = []
+                new = [waiting.popleft() for _ in range(min(batch - len(numbers), len(waiting)))]
+                uids = generator.insert(
+                    [list(prompts[i][shared_prefix:]) for i in new],
+                    [sys.maxsize] * len(new),
+                    None if cache is None else [copy.deepcopy(cache) for _ in new],
+                )
+                numbers |= zip(uids, new, strict=True)
+            for response in generator.next_generated():
+                if (number := numbers.get(response.uid)) is None:
+                    continue
+                text = written[number]
+                text.append(int(response.token))
+                if text[-1] in stops or len(text) == max_tokens[number]:
+                    ended.append(response.uid)
+                    del numbers[response.uid]
+                    yield number, text
     finally:
         generator.close()
 

@@ -4,10 +4,10 @@ Knows the usual mlx-lm layout (``model.model`` with ``embed_tokens``, ``layers``
 ``lm_head``), also inside the ``language_model`` of a multimodal wrapper. A family overrides only what
 differs. Must not know the decode loop or any drafter.
 
-Shapes: B batch, L length, E hidden size, F feature size, V vocabulary.
+Shapes: B batch, L length, E hidden size, F feature size, V vocabulary, N tokens of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
@@ -95,11 +95,35 @@ class TargetAdapter:
         """Rows of the embedding table, ``[B, L, E]``, as the table holds them: not yet scaled."""
         return self.embedding(tokens_BL)
 
+    @property
+    def head_table(self) -> nn.Module:
+        """The module whose rows are the head's: ``lm_head``, or the token embedding table where the head is tied."""
+        return self.language_model.lm_head if "lm_head" in self.language_model else self.embedding
+
     def head(self, hidden_BLE: mx.array) -> mx.array:
-        """Logits ``[B, L, V]`` from final hidden states that are normalised already: a drafter has its own norm."""
-        if "lm_head" in self.language_model:
-            return self.language_model.lm_head(hidden_BLE)
-        return self.embedding.as_linear(hidden_BLE)
+        """Logits ``[B, L, V]`` from final hidden states that are normalised already: a drafter has its own norm.
+
+        They are the products with the rows of :attr:`head_table`, below the cap of :meth:`cap_logits`.
+        """
+        table = self.head_table
+        return self.cap_logits(table.as_linear(hidden_BLE) if hasattr(table, "as_linear") else table(hidden_BLE))
+
+    def cap_logits(self, logits: mx.array) -> mx.array:
+        """What the model does to each logit by itself, after the product: nothing, or a soft cap."""
+        return logits
+
+    def head_rows(self, token_ids_N: mx.array) -> Callable[[mx.array], mx.array]:
+        """The head of the tokens ``token_ids_N`` alone: final hidden states ``[.., E]`` to logits ``[.., N]``.
+
+        Its rows are gathered here, once, as they are stored: packed if the head is quantised. Where a family has a
+        :meth:`head` of its own, or its table is of a class that is not known here, all logits are computed and then
+        chosen from.
+        """
+        usual = getattr(self.head, "__func__", None) is TargetAdapter.head
+        product = rows_of_table(self.head_table, token_ids_N) if usual else None
+        if product is None:
+            return lambda hidden: self.head(hidden)[..., token_ids_N]
+        return lambda hidden: self.cap_logits(product(hidden))
 
     def forward(
         self,
@@ -163,6 +187,30 @@ class TargetAdapter:
             yield outputs
         finally:
             setattr(owner, name, listed)
+
+
+def rows_of_table(table: nn.Module, rows_N: mx.array) -> Callable[[mx.array], mx.array] | None:
+    """The linear map ``[.., E]`` to ``[.., N]`` by some rows of a linear layer or an embedding, quantised or not.
+
+    ``None`` for a module of another class.
+    """
+    arrays = {name: table[name][rows_N] for name in ("weight", "scales", "biases", "bias") if name in table}
+    if type(table) in (nn.Linear, nn.Embedding):
+
+        def product(x: mx.array) -> mx.array:
+            return x @ arrays["weight"].T
+
+    elif type(table) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+        form = {"group_size": table.group_size, "bits": table.bits, "mode": table.mode}
+
+        def product(x: mx.array) -> mx.array:
+            return mx.quantized_matmul(x, arrays["weight"], arrays["scales"], arrays.get("biases"), **form)
+
+    else:
+        return None
+    mx.eval(arrays)  # of this thread's stream, whichever threads use them
+    bias_N = arrays.get("bias")
+    return product if bias_N is None else lambda x: product(x) + bias_N
 
 
 class LayerTap:

@@ -2,7 +2,7 @@
 
 Knows what Gemma models of mlx-lm do differently from the usual layout. Must not know the decode loop or any drafter.
 
-Shapes: B batch, L length, E hidden size, V vocabulary.
+Shapes: B batch, L length, E hidden size.
 """
 
 from typing import Any
@@ -22,13 +22,15 @@ class GemmaAdapter(TargetAdapter):
     def embedding_scale(self) -> float:
         return self.hidden_size**0.5
 
-    def head(self, hidden_BLE: mx.array) -> mx.array:
-        """Logits ``[B, L, V]`` below the model's cap."""
+    @property
+    def head_table(self) -> nn.Module:
         tied = getattr(self.language_model, "tie_word_embeddings", True)
-        project = self.embedding.as_linear if tied else self.language_model.lm_head
-        logits_BLV = project(hidden_BLE)
+        return self.embedding if tied else self.language_model.lm_head
+
+    def cap_logits(self, logits: mx.array) -> mx.array:
+        """``logits`` below the model's cap."""
         cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits_BLV if cap is None else mx.tanh(logits_BLV / cap) * cap
+        return logits if cap is None else mx.tanh(logits / cap) * cap
 
 
 @register_adapter("gemma3n")

@@ -12,8 +12,9 @@ import yaml
 
 from dflash import DFlashConfig, save_drafter
 from dflash.drafters.kinds import drafter_class, kind_in
-from dflash.errors import CheckpointError, DFlashError, one_line
-from dflash.files import atomic_write, is_hub_name, read_json
+from dflash.drafters.tensors import reduced_vocabulary, vocabulary_tables
+from dflash.errors import CheckpointError, DFlashError, TrainingError, one_line
+from dflash.files import atomic_write, is_hub_name, read_arrays, read_json, write_arrays
 
 from .loop.run_folder import BEST, read_results, read_weights
 from .runs import recorded_recipe
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 EXPORTED = ("model.safetensors", "config.json", "README.md")
 """The files of a finished drafter."""
+
+VOCABULARY = "vocabulary.safetensors"
+"""In the folder of a run whose drafter knows a part of the vocabulary: the tables ``d2t`` and ``t2d``."""
 
 _FOLDERS = ("folder", "cached_features")
 
@@ -66,9 +70,11 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
     require_only_a_drafter(folder)
     recipe, values = recorded_recipe(run), read_json(run / "config.json")
     kind = drafter_class(kind_in(values))
-    model = kind(kind.config_class.from_dict(values))
+    model, weights = kind(kind.config_class.from_dict(values)), read_weights(run, best)
+    if model.config.draft_vocab_size is not None:
+        model.reduce_vocabulary(_read_vocabulary(run, model.config), own_head="lm_head.weight" in weights)
     try:
-        model.load_weights(list(read_weights(run, best).items()))
+        model.load_weights(list(weights.items()))
     except ValueError as error:  # MLX names what is missing or left over
         raise CheckpointError(f"The weights of {run} do not fit its config.json: {one_line(error)}") from error
     mx.eval(model.parameters())
@@ -76,6 +82,26 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
     results = read_results(run / BEST) if best else None
     text = card(recipe, model.config, folder.name, results)
     atomic_write(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def write_vocabulary(run: Path, token_ids: mx.array, vocab_size: int) -> None:
+    """Record in the run folder ``run`` which of the target's tokens its drafter knows.
+
+    Raises :class:`~dflash.errors.TrainingError` if other tokens are recorded there.
+    """
+    path, tables = run / VOCABULARY, vocabulary_tables(token_ids, vocab_size)
+    if path.exists() and not mx.array_equal(read_arrays(path)[0]["d2t"], tables["d2t"]).item():
+        raise TrainingError(f"{run} belongs to a run whose drafter knows other tokens; set another run.folder.")
+    write_arrays(path, tables)
+
+
+def _read_vocabulary(run: Path, config: DFlashConfig) -> mx.array:
+    path = run / VOCABULARY
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: it says which tokens the drafter knows. Copy it from the run.")
+    ids = reduced_vocabulary(read_arrays(path)[0], config.draft_vocab_size, config.vocab_size, path)
+    assert ids is not None
+    return ids
 
 
 def require_only_a_drafter(folder: Path) -> None:

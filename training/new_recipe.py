@@ -167,7 +167,7 @@ def _trial(recipe: Recipe, target: LoadedTargetModel, model: Any) -> float:
     features = target_pass()
     batch = Batch(tokens, mx.ones((1, length), mx.bool_), anchors, features)
     gradient = nn.value_and_grad(
-        model, lambda model: drafter_loss(model, batch, recipe.objective, target.head, dtype=dtype)
+        model, lambda model: drafter_loss(model, batch, recipe.objective, model.target_head, dtype=dtype)
     )
     target_seconds, batch_seconds = _fastest(target_pass), _fastest(gradient, model)
     more = recipe.data.max_blocks_per_batch / _TRIAL_ANCHORS
@@ -189,7 +189,7 @@ def training_seconds(recipe: Recipe, target: LoadedTargetModel) -> float:
     sequences = open_dataset(recipe.data.folder, "train", target)
     batches = recipe.run.batches_per_step * (recipe.run.steps or 0)
     batches = batches or len(Batches(sequences, recipe.data, recipe.run.epochs))
-    return batches * _trial(recipe, target, new_drafter(recipe.drafter, target))
+    return batches * _trial(recipe, target, new_drafter(recipe.drafter, target, sequences))
 
 
 def _time_line(recipe: Recipe, batch_seconds: float, sequences: Sequences | None) -> str:

@@ -61,6 +61,9 @@ class DrafterShape(Checked):
     mask_token: int | str | None = setting(
         None, "a token's text or an id that no text uses; default: the tokenizer's own mask token"
     )
+    vocabulary: int | None = setting(
+        None, "draft only so many tokens, the most frequent in the dataset's responses; default: all", above=0
+    )
     intermediate_size: int | None = setting(None, "width of the MLP; default: the target's", above=0)
     num_attention_heads: int | None = setting(None, "query heads; default: the target's", above=0)
     num_key_value_heads: int | None = setting(None, "key-value heads; default: the target's", above=0)

@@ -38,7 +38,7 @@ from .data.sequences import Sequences
 from .drafters.init import new_drafter
 from .drafters.loss import Batch, Scores, drafter_loss
 from .evaluate import Acceptance, heldout_batches, heldout_prompts, heldout_scores, measure
-from .export import EXPORTED, export, require_only_a_drafter
+from .export import EXPORTED, VOCABULARY, export, require_only_a_drafter, write_vocabulary
 from .features import (
     CachedFeatures,
     describe,
@@ -138,7 +138,7 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
     settings = fit_settings(recipe, batches, target)
     heldout = open_dataset(recipe.data.folder, "heldout", None)  # "train" was checked
     prompts = list(ranks.shard(_prompts(recipe, heldout, target)))
-    drafter = new_drafter(recipe.drafter, target)
+    drafter = new_drafter(recipe.drafter, target, sequences)
     require_unused(drafter.config.mask_token_id, target, sequences, heldout)
     batch = _with_features(recipe, batches, target, drafter, sequences)
 
@@ -151,12 +151,13 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
 
     def loss(model: Any, batch: Batch) -> mx.array:
         checkpointed = recipe.run.grad_checkpoint
-        return drafter_loss(model, batch, recipe.objective, target.head, dtype=dtype, grad_checkpoint=checkpointed)
+        head = drafter.target_head
+        return drafter_loss(model, batch, recipe.objective, head, dtype=dtype, grad_checkpoint=checkpointed)
 
     listening: list[OnLog] = []
     if ranks.is_main:
         kind = {} if kind_of(drafter) == DEFAULT else {KIND: kind_of(drafter)}
-        _begin(folder, identity, drafter.config.to_dict() | kind)
+        _begin(folder, identity, drafter.config.to_dict() | kind, drafter.token_ids)
         listening = listeners(recipe.run.callbacks, RunInfo(folder, identity["recipe"]), on_log)
         if not (folder / STATE).exists():
             _tell_evaluation_time(target, drafter, prompts, recipe)
@@ -194,15 +195,20 @@ def _announce(settings: FitSettings, batches: Batches, ranks: Ranks) -> None:
     )
 
 
-def _begin(folder: Path, identity: dict[str, Any], config: dict[str, Any]) -> None:
-    """Make ``folder`` this run's: refuse another run's, remove what killed processes left, write the config."""
-    for name in (CONFIG, STATE, BEFORE_DECAY, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
+def _begin(folder: Path, identity: dict[str, Any], config: dict[str, Any], token_ids: mx.array | None) -> None:
+    """Make ``folder`` this run's: refuse another run's, remove what killed processes left, write what a drafter needs.
+
+    That is its config and, if it knows a part of the vocabulary, the tables of its ``token_ids``.
+    """
+    for name in (CONFIG, VOCABULARY, STATE, BEFORE_DECAY, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
         remove_unfinished(folder / name)
     if (folder / RECIPE).exists():
         require_same(folder, _recorded(folder), identity, _MAY_CHANGE)
         write_json(folder / RECIPE, identity)
     check_same_run(folder / RECIPE, identity)
     write_json(folder / CONFIG, config)
+    if token_ids is not None:
+        write_vocabulary(folder, token_ids, config["vocab_size"])
 
 
 def _tell_evaluation_time(
@@ -247,7 +253,7 @@ def cache_features(recipe: Recipe) -> Path:
     keep_freed_memory()
     target = load_target(recipe.target)
     sequences = open_dataset(recipe.data.folder, "train", target)
-    drafter = new_drafter(recipe.drafter, target)
+    drafter = new_drafter(recipe.drafter, target, sequences)
     with_hidden = _needs_target_logits(recipe, drafter)
     wanted = describe(recipe.data, sequences, target, drafter.target_layer_ids, with_hidden)
     with _own(folder, "data.cached_features"):
@@ -321,7 +327,7 @@ def _evaluation(
         counts = ranks.all_reduce_sum(np.array([own.blocks, own.committed, *own.verified, *own.accepted]))
         verified, accepted = np.split(counts[2:], 2)
         acceptance = Acceptance(int(counts[0]), int(counts[1]), verified, accepted)
-        mine = heldout_scores(drafter, batches, recipe.objective, target.head, dtype)
+        mine = heldout_scores(drafter, batches, recipe.objective, drafter.target_head, dtype)
         by_position = np.stack([mine.predictions, *mine.hits.values()])
         sums = ranks.all_reduce_sum(np.array([mine.loss, mine.weight, *by_position.flat]))
         predictions, *hits = sums[2:].reshape(by_position.shape)

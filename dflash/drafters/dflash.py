@@ -4,7 +4,7 @@ Knows the published weight names and the formulas of the DFlash paper's drafter.
 target architecture, files, or what happens to its drafts.
 
 Shapes: B batch, L block positions, S context length, H query heads, K key-value heads, D head size,
-E hidden size, F feature size, V vocabulary.
+E hidden size, F feature size, V vocabulary, N tokens of it that the drafter knows.
 """
 
 import logging
@@ -102,7 +102,7 @@ class DFlashDraftModel(Trainable, nn.Module):
     """A DFlash drafter; follows the :class:`~dflash.drafters.protocol.Drafter` protocol once bound to a target.
 
     Weight names are those of published checkpoints. Embedding and head are the target's; a drafter that knows a part
-    of the vocabulary may have a head of its own (:meth:`reduce_vocabulary`).
+    of the vocabulary uses the head's rows of these tokens, or has a head of its own (:meth:`reduce_vocabulary`).
 
     To make another kind of it, subclass, and register with :func:`~dflash.register_drafter`.
     """
@@ -110,6 +110,8 @@ class DFlashDraftModel(Trainable, nn.Module):
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     own_tables: ClassVar[tuple[str, ...]] = ()
     """Tables of tokens that files of this kind may hold beside their layers, and that are then read."""
+    head_modules: ClassVar[tuple[str, ...]] = ("lm_head",)
+    trains_reduced: ClassVar[bool] = True
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
@@ -120,6 +122,8 @@ class DFlashDraftModel(Trainable, nn.Module):
         self.layers = [DraftLayer(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._token_ids: mx.array | None = None
+        self._draft_ids: mx.array | None = None
+        self._head_rows: Callable[[mx.array], mx.array] | None = None
         self._context_limit: int | None = None
 
     @property
@@ -158,6 +162,8 @@ class DFlashDraftModel(Trainable, nn.Module):
         # Drafters of Gemma targets name the cap that the target's own head applies already.
         self._target_cap = getattr(target.adapter.config, "final_logit_softcapping", None)
         self._target = target
+        if self._token_ids is not None:
+            self._head_rows = target.adapter.head_rows(self._token_ids)
 
     def embed(self, tokens_BL: mx.array) -> mx.array:
         """Target embeddings ``[B, L, E]``, scaled as the target scales them, times the drafter's own factor."""
@@ -166,31 +172,43 @@ class DFlashDraftModel(Trainable, nn.Module):
         return embeddings_BLE if scale == 1.0 else embeddings_BLE * scale
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
-        """Logits ``[B, L, V]`` by the target's head, with the drafter's own multiplier and soft cap.
+        """Logits ``[B, L, V]``: :meth:`known_logits`, and minus infinity for tokens that the drafter does not know."""
+        known_BLN = self.known_logits(hidden_BLE)
+        if self._token_ids is None:
+            return known_BLN
+        logits_BLV = mx.full((*known_BLN.shape[:-1], self.config.vocab_size), -mx.inf, known_BLN.dtype)
+        logits_BLV[..., self._token_ids] = known_BLN
+        return logits_BLV
 
-        Minus infinity for tokens that the drafter does not know.
+    def known_logits(self, hidden_BLE: mx.array) -> mx.array:
+        """Logits ``[B, L, N]`` of the tokens that the drafter knows, in the order of :attr:`token_ids`.
+
+        By the target's head or its own, with the drafter's own multiplier and soft cap. Where the drafter knows all
+        tokens, ``N`` is ``V``.
         """
         own = "lm_head" in self
-        logits_BLV = self.lm_head(hidden_BLE) if own else self._target.head(hidden_BLE)
+        logits_BLN = self.lm_head(hidden_BLE) if own else self.target_head(hidden_BLE)
         multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
         if multiplier != 1.0:
-            logits_BLV = logits_BLV * multiplier
+            logits_BLN = logits_BLN * multiplier
         if cap is not None and (own or multiplier != 1.0 or cap != self._target_cap):
-            logits_BLV = cap * mx.tanh(logits_BLV / cap)
-        if self._token_ids is None:
-            return logits_BLV
-        known_BLV = logits_BLV if own else logits_BLV[..., self._token_ids]
-        unknown_BLV = mx.full((*hidden_BLE.shape[:-1], self.config.vocab_size), -mx.inf, known_BLV.dtype)
-        unknown_BLV[..., self._token_ids] = known_BLV
-        return unknown_BLV
+            logits_BLN = cap * mx.tanh(logits_BLN / cap)
+        return logits_BLN
+
+    def target_head(self, hidden_BLE: mx.array) -> mx.array:
+        """The target's own logits ``[B, L, N]`` of the tokens that the drafter knows, from final hidden states."""
+        return self._target.head(hidden_BLE) if self._head_rows is None else self._head_rows(hidden_BLE)
 
     def reduce_vocabulary(self, token_ids: mx.array, own_head: bool) -> None:
         """Draft only ``token_ids [draft_vocab_size]``, different ids of the target's in the order of the drafter's.
 
         With ``own_head`` their logits come from ``lm_head.weight [draft_vocab_size, E]`` of the drafter, which the
-        caller loads; else from the target's head.
+        caller loads; else from the rows of the target's head, which :meth:`bind` gathers: it is to be called later.
         """
-        self._token_ids = token_ids
+        draft_ids = mx.full((self.config.vocab_size,), -1, mx.int32)
+        draft_ids[token_ids] = mx.arange(token_ids.size, dtype=mx.int32)
+        self._token_ids, self._draft_ids = token_ids, draft_ids
+        mx.eval(token_ids, draft_ids)
         if own_head:
             self.lm_head = nn.Linear(self.config.hidden_size, token_ids.size, bias=False)
 
@@ -198,6 +216,11 @@ class DFlashDraftModel(Trainable, nn.Module):
     def token_ids(self) -> mx.array | None:
         """The target's ids of the tokens that the drafter knows, where those are not all."""
         return self._token_ids
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The drafter's id ``[V]`` of each of the target's tokens, -1 for unknown ones, where it does not know all."""
+        return self._draft_ids
 
     def context(self, features_BSF: mx.array) -> mx.array:
         """What every layer sees of committed tokens, ``[B, S, E]``, from target features."""
@@ -255,8 +278,17 @@ class DFlashDraftModel(Trainable, nn.Module):
 
         The block is always as wide as in training: how many tokens are used does not change what they are.
         """
-        logits = self.head(self.draft_hidden(anchor, length, cache))
-        return Proposal(mx.argmax(logits, axis=-1), logits)
+        hidden = self.draft_hidden(anchor, length, cache)
+        if self._token_ids is None:
+            logits = self.head(hidden)
+            return Proposal(mx.argmax(logits, axis=-1), logits)
+        logits = self.known_logits(hidden)
+        candidates = mx.broadcast_to(self._token_ids, logits.shape)
+        return Proposal(self._token_ids[mx.argmax(logits, axis=-1)], logits, candidates)
+
+    def taught_logits(self, hidden_TE: mx.array, previous_T: mx.array, positions_T: mx.array) -> mx.array:
+        """Logits ``[T, N]`` of the tokens that the drafter knows; what stood before a prediction changes nothing."""
+        return self.head(hidden_TE) if self._token_ids is None else self.known_logits(hidden_TE)
 
     def draft_hidden(self, anchor: mx.array, length: int, cache: ContextCache) -> mx.array:
         """Final hidden states ``[1, length, E]`` at the block positions that predict the tokens after ``anchor``.

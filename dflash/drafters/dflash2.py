@@ -162,6 +162,7 @@ class DFlash2DraftModel(DFlashDraftModel):
     }  # fmt: skip
     added_modules: ClassVar[tuple[str, ...]] = ("attention_conv", "mlp_conv", "candidate_selector")
     head_modules: ClassVar[tuple[str, ...]] = ("candidate_selector",)
+    trains_reduced: ClassVar[bool] = False
     measures: ClassVar[tuple[str, ...]] = ("accuracy", "candidate_recall")
     config: DFlash2Config
 

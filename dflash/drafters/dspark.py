@@ -93,6 +93,7 @@ class DSparkDraftModel(DFlashDraftModel):
     own_tables: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head")
     added_modules: ClassVar[tuple[str, ...]] = ("markov_head", "confidence_head")
     head_modules: ClassVar[tuple[str, ...]] = ("markov_head", "confidence_head")
+    trains_reduced: ClassVar[bool] = False
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig):
@@ -215,9 +216,8 @@ class DSparkDraftModel(DFlashDraftModel):
 
 
 def _table_of(target: "LoadedTargetModel", name: str) -> Any:
-    """The target's module for the drafter's own ``name``; a tied head is the embedding."""
-    embedding = target.adapter.embedding
-    return embedding if name == "embed_tokens" else target.adapter.language_model.get("lm_head", embedding)
+    """The target's module for the drafter's own ``name``."""
+    return target.adapter.embedding if name == "embed_tokens" else target.adapter.head_table
 
 
 def _same_table(mine: nn.Module, theirs: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 Knows arrays. Must not know models, batches or objectives.
 
-Shapes: T predictions, E hidden size, V vocabulary.
+Shapes: T predictions, E hidden size, V vocabulary: for a drafter that knows a part of the target's, that part.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,18 @@ class Predictions:
     ``logits_TV`` are the drafter's and ``tokens_T`` the tokens that the target wrote. ``positions_T`` is each
     prediction's position in its block, from 1 on. ``target_logits_TV``, the target's own logits for the same
     tokens, is there where an objective or a kind of drafter asks for it.
+
+    For a drafter that knows a part of the vocabulary, ``V`` is that part, in its own ids: ``target_logits_TV`` are the
+    target's logits of these tokens, whose softmax is the target's distribution restricted to them and renormalised.
+    ``known_T`` is then whether the drafter knows the token that the target wrote. Where it does not, ``tokens_T`` is 0
+    and means nothing: the prediction cannot be right, and its loss does not count.
     """
 
     logits_TV: mx.array
     tokens_T: mx.array
     positions_T: mx.array
     target_logits_TV: mx.array | None = None
+    known_T: mx.array | None = None
 
 
 class Trainable:
@@ -34,13 +40,15 @@ class Trainable:
     them, in a new drafter and in one that starts from a DFlash checkpoint. ``head_modules``, by the names of the
     model's own attributes, are those that work on final hidden states, in the methods below: training calls these for
     a chunk of predictions at a time, and only there do the head modules get gradients. ``measures`` name what
-    :meth:`hits` counts.
+    :meth:`hits` counts. ``trains_reduced`` says whether the kind can be trained where it knows a part of the
+    vocabulary: its methods then get and return the columns that it knows.
     """
 
     usual_options: ClassVar[dict[str, Any]] = {}
     added_modules: ClassVar[tuple[str, ...]] = ()
     head_modules: ClassVar[tuple[str, ...]] = ()
     measures: ClassVar[tuple[str, ...]] = ("accuracy",)
+    trains_reduced: ClassVar[bool] = False
 
     @property
     def needs_target_logits(self) -> bool:
@@ -67,4 +75,5 @@ class Trainable:
 
         ``accuracy`` is whether the token that would be drafted is the target's.
         """
-        return {"accuracy": mx.argmax(predictions.logits_TV, axis=-1) == predictions.tokens_T}
+        right_T = mx.argmax(predictions.logits_TV, axis=-1) == predictions.tokens_T
+        return {"accuracy": right_T if predictions.known_T is None else right_T & predictions.known_T}

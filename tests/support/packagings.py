@@ -39,7 +39,10 @@ def write(folder: Path, config: dict, weights: dict) -> Path:
 
 
 def logits(folder: Path, length: int = BLOCK - 1, context: int = 9) -> np.ndarray:
-    """``[length, V]``, over a context that is longer than the windows here and arrives in two pieces."""
+    """``[length, V]``, over a context that is longer than the windows here and arrives in two pieces.
+
+    Minus infinity for tokens that the drafter does not know.
+    """
     drafter = load_drafter(folder)
     drafter.bind(target())
     cache = drafter.make_cache()
@@ -47,7 +50,12 @@ def logits(folder: Path, length: int = BLOCK - 1, context: int = 9) -> np.ndarra
     features = mx.random.normal((1, context, size), key=mx.random.key(7))
     for piece in (features[:, :4], features[:, 4:]):
         drafter.extend_context(piece, cache, mx.zeros(piece.shape[:2], mx.int32))
-    return np.array(drafter.propose(mx.array([[5]]), length, cache).logits[0])
+    proposal = drafter.propose(mx.array([[5]]), length, cache)
+    if proposal.candidates is None:
+        return np.array(proposal.logits[0])
+    everything = np.full((length, drafter.config.vocab_size), -np.inf, np.float32)
+    np.put_along_axis(everything, np.array(proposal.candidates[0]), np.array(proposal.logits[0]), axis=1)
+    return everything
 
 
 def inside(config: dict, **values) -> dict:

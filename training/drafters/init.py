@@ -18,7 +18,9 @@ from dflash.files import flat
 from dflash.target.identity import target_fingerprint
 
 from ..data.mask_token import suggestion
+from ..data.sequences import Sequences
 from ..recipe import DrafterShape
+from .vocabulary import frequent_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
         "head_dim": shape.head_dim or getattr(config, "head_dim", None) or target.hidden_size // heads,
         "num_target_layers": target.num_layers,
         "vocab_size": target.vocab_size,
+        "draft_vocab_size": shape.vocabulary,
         "mask_token_id": mask_token_id(shape.mask_token, target),
         "block_size": shape.block_size,
         "target_layer_ids": shape.target_layer_ids or _spread(shape, target),
@@ -59,7 +62,12 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
     kind = _trainable_class(shape.kind)
     for name in shape.options:
         if name in values:
-            raise TrainingError(f"drafter.options.{name} is not an option of the kind; set drafter.{name} instead.")
+            instead = "vocabulary" if name == "draft_vocab_size" else name
+            raise TrainingError(f"drafter.options.{name} is not an option of the kind; set drafter.{instead} instead.")
+    if shape.vocabulary is not None:
+        _require_reducible(kind, shape.kind, "remove drafter.vocabulary")
+        if shape.vocabulary > target.vocab_size:
+            raise TrainingError(f"drafter.vocabulary {shape.vocabulary} is more than the target's {target.vocab_size}.")
     return kind.config_class(**values, **_options(shape, kind, {*values, "model_type"}))
 
 
@@ -89,11 +97,12 @@ def mask_token_id(mask_token: int | str | None, target: LoadedTargetModel) -> in
     return int(number)
 
 
-def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftModel:
+def new_drafter(shape: DrafterShape, target: LoadedTargetModel, sequences: Sequences | None = None) -> DFlashDraftModel:
     """The drafter that ``shape`` describes, bound to ``target``, with float32 weights.
 
-    They are those of the drafter ``shape.from_``, or drawn from ``shape.seed``, smaller where they feed the residual.
-    What the kind adds to DFlash starts as its modules make it. Raises as :func:`drafter_config` does.
+    ``sequences``, the training split, tell which tokens are frequent, for a new drafter of a part of the vocabulary.
+    Weights are those of the drafter ``shape.from_``, or drawn from ``shape.seed``, smaller where they feed the
+    residual. What the kind adds to DFlash starts as its modules make it. Raises as :func:`drafter_config` does.
     """
     if shape.from_ is not None:
         return _existing(shape, target)
@@ -109,6 +118,11 @@ def new_drafter(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMo
         return mx.random.normal(value.shape, scale=value.shape[-1] ** -0.5 * (out_scale if feeds_residual else 1.0))
 
     model.load_weights([(name, draw(name, value)) for name, value in flat(model.parameters()).items()])
+    if shape.vocabulary is not None:
+        if sequences is None:
+            raise TrainingError("drafter.vocabulary counts the tokens of a dataset; set data.folder to one.")
+        ids = frequent_tokens(sequences, shape.vocabulary, target.vocab_size, target.stop_token_ids())
+        model.reduce_vocabulary(mx.array(ids), own_head=False)
     model.bind(target)
     mx.eval(model.parameters())
     return model
@@ -133,6 +147,11 @@ def _trainable_class(kind: str) -> type[Any]:
     return found
 
 
+def _require_reducible(kind: type[Any], name: str, remedy: str) -> None:
+    if not kind.trains_reduced:
+        raise TrainingError(f"drafter.kind {name!r} cannot be trained with a part of the vocabulary; {remedy}.")
+
+
 _SHAPE = ("num_hidden_layers", "block_size", "target_layer_ids", "intermediate_size", "num_attention_heads",
           "num_key_value_heads", "head_dim", "rope_theta")  # fmt: skip
 
@@ -142,19 +161,20 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
     model = load_drafter(shape.from_ or "")
     kind = kind_of(model)
     _trainable_class(kind)
-    if model.token_ids is not None:
-        raise TrainingError(f"drafter.from {shape.from_} knows a part of the vocabulary only, which cannot be trained.")
     if any(name.endswith(".scales") for name in flat(model.parameters())):
         raise TrainingError(f"drafter.from {shape.from_} is quantised; start from its weights before quantisation.")
     if kind == DEFAULT != shape.kind:
         model, kind = _extended(shape, model), shape.kind
     elif shape.options:
         raise TrainingError(f"drafter.options are those of {shape.from_}; remove drafter.options, or drafter.from.")
+    if model.token_ids is not None:
+        _require_reducible(type(model), kind, "start from a drafter that knows all of it")
     config = model.config
     asked = {name: getattr(shape, name) for name in _SHAPE} | {"kind": shape.kind}
     there = {name: getattr(config, name) for name in _SHAPE} | {"kind": kind}
     if shape.mask_token is not None:
         asked["mask_token"], there["mask_token"] = mask_token_id(shape.mask_token, target), config.mask_token_id
+    asked["vocabulary"], there["vocabulary"] = shape.vocabulary, config.draft_vocab_size
     defaults = {field.name: field.default for field in dataclasses.fields(DrafterShape)}
     for name, value in asked.items():
         if value not in (defaults[name], there[name]):
@@ -182,6 +202,8 @@ def _extended(shape: DrafterShape, start: DFlashDraftModel) -> DFlashDraftModel:
     shared = {field.name: getattr(start.config, field.name) for field in dataclasses.fields(DFlashConfig)}
     mx.random.seed(shape.seed)
     model: DFlashDraftModel = kind(kind.config_class(**shared, **_options(shape, kind, shared)))
+    if start.token_ids is not None:
+        model.reduce_vocabulary(start.token_ids, own_head="lm_head" in start)
     weights, wanted = flat(start.parameters()), flat(model.parameters())
     different = {name for name in weights.keys() ^ wanted.keys() if not _is_added(name, model)}
     if different:

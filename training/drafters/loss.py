@@ -4,7 +4,7 @@ Knows how forward, targets and objective fit together. Must not know any one tar
 a block is decoded.
 
 Shapes: N sequences, S sequence length, A anchors a sequence, B block size, F feature size, E hidden size,
-T predictions that count, C predictions of a chunk, V vocabulary.
+T predictions that count, C predictions of a chunk, V vocabulary: the part that the drafter knows.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from .objectives import ObjectiveSettings, Predictions
 from .targets import block_targets, flat_positions, position_weights
 
 Head = Callable[[mx.array], mx.array]
-"""The target's head: final hidden states ``[.., E]`` to logits ``[.., V]``."""
+"""The target's head: final hidden states ``[.., E]`` to logits ``[.., V]`` of the tokens that the drafter knows."""
 
 
 class Batch(NamedTuple):
@@ -56,8 +56,10 @@ def drafter_loss(
     Position ``i`` of the block at anchor ``a`` predicts token ``a + i``. Objectives that compare with the target's
     distribution need ``head`` and ``batch.target_hidden``, and compare it with the one after token ``a + i - 1``.
     So do drafters that say so (:class:`~dflash.drafters.trainable.Trainable`).
-    Predictions that do not count cost nothing. It is computed in ``dtype``, or in that of the weights;
-    ``attention`` and ``grad_checkpoint`` are as in :func:`~dflash.training.drafters.forward.draft_hidden`.
+    Predictions that do not count cost nothing. Those of tokens that the drafter does not know have weight 0, and the
+    target's distribution is then the renormalised one of the known tokens. The loss is computed in ``dtype``, or in
+    that of the weights; ``attention`` and ``grad_checkpoint`` are as in
+    :func:`~dflash.training.drafters.forward.draft_hidden`.
 
     Raises ``ValueError`` for such an objective without what it needs.
     """
@@ -139,7 +141,7 @@ class _BlockPredictions:
     """The predictions of a batch that count: their hidden states, weights, and what they should be.
 
     ``others`` are the tokens before them, their tokens and positions ``[T]``, and the target's hidden states ``[T, E]``
-    where needed.
+    where needed. The weight of a token that the drafter does not know is 0.
     """
 
     model: DFlashDraftModel
@@ -184,7 +186,10 @@ class _BlockPredictions:
             others.append(mx.stop_gradient(batch.target_hidden.flatten(0, 1)[before_T]))
         hidden_TE = hidden.reshape(-1, hidden.shape[-1])[counted]
         weights = mx.ones(size - 1) if objective.weighs_positions else position_weights(size, objective.gamma)
-        return cls(model, objective, head, hidden_TE, rows(inside * weights), others)
+        weights_T = rows(inside * weights)
+        if model.draft_ids is not None:
+            weights_T = weights_T * (model.draft_ids[others[1]] >= 0)
+        return cls(model, objective, head, hidden_TE, weights_T, others)
 
     def predictions(
         self,
@@ -198,7 +203,12 @@ class _BlockPredictions:
         target_logits_CV = None
         if before_CE is not None and self.head is not None:
             target_logits_CV = mx.stop_gradient(self.head(before_CE).astype(mx.float32))
-        return Predictions(logits_CV, tokens_C, positions_C, target_logits_CV)
+        known_C = None
+        if self.model.draft_ids is not None:
+            tokens_C = self.model.draft_ids[tokens_C]
+            known_C = tokens_C >= 0
+            tokens_C = mx.maximum(tokens_C, 0)
+        return Predictions(logits_CV, tokens_C, positions_C, target_logits_CV, known_C)
 
     def scored(self, predictions: Predictions, hidden_CE: mx.array, previous_C: mx.array, *_: mx.array) -> mx.array:
         losses_C = self.objective.losses(predictions)
@@ -233,7 +243,9 @@ def mean_in_chunks(
     waits for the one before it, so those of a single chunk exist at once. Nothing but ``hidden_TE`` and the tree
     ``weights`` gets a gradient.
     """
-    normalised_T, (names, values) = weights_T / weights_T.sum(), _named(weights)
+    total_weight = weights_T.sum()
+    normalised_T = weights_T / mx.where(total_weight > 0, total_weight, 1)  # 0 if the drafter knows none of the tokens
+    names, values = _named(weights)
 
     # Autodiff of the plain loop would keep every chunk's logits, or their softmax, until the backward pass. The
     # result is a scalar, so its gradient can be taken at once, while a chunk's logits exist: dL/dhidden is an

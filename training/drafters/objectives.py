@@ -70,7 +70,7 @@ def token_cross_entropy(predictions: Predictions) -> mx.array:
 
 @register_objective(KL, needs_target_logits=True)
 def forward_kl(predictions: Predictions) -> mx.array:
-    """``KL(target || drafter)`` of each prediction."""
+    """``KL(target || drafter)`` of each prediction; over the tokens that the drafter knows (:class:`Predictions`)."""
     logits_TV, target_logits_TV = predictions.logits_TV, predictions.target_logits_TV
     assert target_logits_TV is not None
     # sum p (log p - log q), where log p = z_p - logsumexp(z_p) and log q likewise, with the sums of p taken out.
@@ -94,7 +94,10 @@ def d_pace(predictions: Predictions, alpha: float) -> mx.array:
     is that of the expected accepted length.
     """
     losses_T = token_cross_entropy(predictions)
-    log_q_T = mx.log((1 - alpha) * mx.exp(-mx.stop_gradient(losses_T)) + alpha)
+    q_T = mx.exp(-mx.stop_gradient(losses_T))
+    if predictions.known_T is not None:
+        q_T = q_T * predictions.known_T
+    log_q_T = mx.log((1 - alpha) * q_T + alpha)
     # Predictions come as whole blocks, each in a row from position 1 on: a block is known by where it starts.
     rows_T = mx.arange(losses_T.size)
     starts_T = rows_T - predictions.positions_T

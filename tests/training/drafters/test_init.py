@@ -112,16 +112,10 @@ def test_a_run_starts_from_the_weights_of_a_given_drafter(folder, tmp_path, capl
             new_drafter(DrafterShape(from_=str(tmp_path / "first"), **other), target)
 
 
-def test_a_quantised_or_reduced_drafter_is_no_start(folder, tmp_path):
+def test_a_quantised_drafter_is_no_start(folder, tmp_path):
     target = dflash.load_target(folder / "target")
     model = new_drafter(recipe(folder, "x", "drafter.intermediate_size=64").drafter, target)
     nn.quantize(model, group_size=32, bits=4, class_predicate=lambda name, m: name.endswith("mlp.gate_proj"))
     save_drafter(model, tmp_path / "q")
     with pytest.raises(TrainingError, match="is quantised; start from its weights before quantisation"):
         new_drafter(DrafterShape(from_=str(tmp_path / "q")), target)
-    reduced = new_drafter(recipe(folder, "x").drafter, target)
-    reduced.config = replace(reduced.config, draft_vocab_size=3)
-    reduced.reduce_vocabulary(mx.array([65, 66, 67]), own_head=False)
-    save_drafter(reduced, tmp_path / "r")
-    with pytest.raises(TrainingError, match="knows a part of the vocabulary only"):
-        new_drafter(DrafterShape(from_=str(tmp_path / "r")), target)

@@ -1,0 +1,34 @@
+"""Which tokens a drafter of a part of the vocabulary knows.
+
+Knows token ids and which the target wrote. Must not know drafters or files.
+"""
+
+import logging
+from collections.abc import Collection
+
+import numpy as np
+
+from dflash.errors import TrainingError
+
+from ..data.sequences import Ints, Sequences
+
+logger = logging.getLogger(__name__)
+
+
+def frequent_tokens(sequences: Sequences, count: int, vocab_size: int, always: Collection[int]) -> Ints:
+    """The ``count`` ids that are most frequent in the responses of ``sequences``, in ascending order (int32).
+
+    Ids as frequent as each other are taken from the lowest on; those in ``always`` are among them, whatever their
+    number. Raises :class:`~dflash.errors.TrainingError` where ``always`` are more than ``count``.
+    """
+    if len(always) > count:
+        raise TrainingError(
+            f"drafter.vocabulary {count} has no room for the target's {len(always)} stop tokens; raise it."
+        )
+    numbers = np.bincount(sequences.tokens[sequences.loss_mask], minlength=vocab_size)
+    ranks = numbers.copy()
+    ranks[list(always)] = len(sequences.tokens) + 1
+    ids = np.sort(np.argsort(-ranks, kind="stable")[:count])
+    share = numbers[ids].sum() / max(numbers.sum(), 1)
+    logger.info("The drafter knows %d tokens: %.2f %% of those in the dataset's responses.", count, 100 * share)
+    return ids.astype(np.int32)

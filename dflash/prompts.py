@@ -10,7 +10,7 @@ they are. With a template such as ``"Question: {question}"`` a line's own keys m
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ _FORMS = '{"prompt": "..."}, {"prompt": "...", "response": "..."} or {"messages"
 class Conversation:
     """Messages in order, as chat templates take them; ``where`` they came from is for error messages only.
 
-    ``extra`` holds the other keys of the line, such as the answer that a prompt expects.
+    ``extra`` holds the other keys of the line, such as the answer that a prompt expects; ``later`` is what the user
+    says after the answers, one turn after each.
     """
 
     messages: tuple[dict[str, str], ...]
     where: str
     extra: dict[str, Any] = field(default_factory=dict)
+    later: tuple[str, ...] = ()
 
     @property
     def answered(self) -> bool:
@@ -42,13 +44,18 @@ class Conversation:
     def unanswered(self) -> "Conversation":
         """The same without its last response."""
         last = max(i for i, message in enumerate(self.messages) if message["role"] != "assistant")
-        return Conversation(self.messages[: last + 1], self.where, self.extra)
+        return replace(self, messages=self.messages[: last + 1])
+
+    def after(self, answer: str) -> "Conversation":
+        """The same with ``answer`` and the next of the ``later`` turns."""
+        said = {"role": "assistant", "content": answer}, {"role": "user", "content": self.later[0]}
+        return replace(self, messages=(*self.messages, *said), later=self.later[1:])
 
     def with_system(self, text: str) -> "Conversation":
         """The same with ``text`` as its system prompt, unless it has one."""
         if self.messages[0]["role"] in ("system", "developer"):
             return self
-        return Conversation(({"role": "system", "content": text}, *self.messages), self.where, self.extra)
+        return replace(self, messages=({"role": "system", "content": text}, *self.messages))
 
     @property
     def opening(self) -> tuple[dict[str, str], ...]:
@@ -58,10 +65,11 @@ class Conversation:
 
 
 def digest(conversations: Iterable[Conversation]) -> str:
-    """SHA-256 of all messages, in order."""
+    """SHA-256 of all messages and later turns, in order."""
     total = hashlib.sha256()
     for conversation in conversations:
-        total.update(message_bytes(conversation.messages) + b"\n")
+        later = [{"role": "user", "content": turn} for turn in conversation.later]
+        total.update(message_bytes([*conversation.messages, *later]) + b"\n")
     return total.hexdigest()
 
 
@@ -77,12 +85,14 @@ def read_conversations(
     limit: int | None = None,
     split: str | None = None,
     subset: str | None = None,
+    turns: str | None = None,
 ) -> list[Conversation]:
     """Conversations of a JSONL file, or of a hub dataset ``org/name`` (the only case that uses the network).
 
     A ``template`` makes the prompt from a line's keys, by ``str.format``: ``"Question: {question}"``. A ``limit``
     reads only that many lines, the first. ``split`` (``"train"`` unless given) and ``subset`` choose a part of a hub
-    dataset, as in ``datasets.load_dataset``. A :class:`~pathlib.Path` is always a file.
+    dataset, as in ``datasets.load_dataset``. ``turns`` names the key that holds the user's turns, a list of texts; the
+    first is the prompt. A :class:`~pathlib.Path` is always a file.
 
     Raises :class:`~dflash.errors.DataError`, naming the line.
     """
@@ -101,7 +111,7 @@ def read_conversations(
             f"There is no file {str(source)!r}; expected a JSONL file"
             + (" or a hub dataset such as 'org/name'." if isinstance(source, str) else ".")
         )
-    conversations = [conversation(row, where, template) for where, row in islice(rows, limit)]
+    conversations = [conversation(row, where, template, turns) for where, row in islice(rows, limit)]
     if not conversations:
         raise DataError(f"{source} is empty; expected lines such as {_FORMS}.")
     return conversations
@@ -152,10 +162,12 @@ def _hub_rows(name: str, split: str, subset: str | None) -> Iterator[tuple[str, 
         yield f"{name} [{split}], row {number}", row
 
 
-def conversation(row: Any, where: str, template: str | None = None) -> Conversation:
+def conversation(row: Any, where: str, template: str | None = None, turns: str | None = None) -> Conversation:
     """One line as a conversation. Raises :class:`~dflash.errors.DataError`, naming ``where``."""
     if not isinstance(row, dict):
         raise DataError(f"{where} must hold an object, not a {type(row).__name__}; expected {_FORMS}.")
+    if turns is not None:
+        return _with_turns(row, where, turns)
     if template is not None:
         messages: Any = _exchange(row | {"prompt": _filled(template, row, where)}, where)
     elif "messages" in row:
@@ -170,6 +182,14 @@ def conversation(row: Any, where: str, template: str | None = None) -> Conversat
         )
     extra = {key: value for key, value in row.items() if key not in _OURS}
     return Conversation(_checked(messages, where), where, extra)
+
+
+def _with_turns(row: dict[str, Any], where: str, key: str) -> Conversation:
+    if not isinstance(row.get(key), list) or not row[key]:
+        raise DataError(f"{where}: {key!r} must be a list of the user's turns, got {_short(row.get(key))}.")
+    first, *later = _checked([{"role": "user", "content": turn} for turn in row[key]], where)
+    extra = {name: value for name, value in row.items() if name not in (*_OURS, key)}
+    return Conversation((first,), where, extra, tuple(message["content"] for message in later))
 
 
 def _exchange(row: dict[str, Any], where: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from support.cli import assert_one_error
 from support.conversations import invoke_prepare, write_lines
 
 from dflash.errors import DataError
-from dflash.prompts import conversation, read_conversations
+from dflash.prompts import conversation, digest, read_conversations
 
 
 def test_every_form_of_line_is_read(tmp_path):
@@ -175,3 +175,12 @@ def test_a_missing_file_and_a_folder_are_one_line_of_error(target_folder, tmp_pa
         invoke_prepare(tmp_path / "none.jsonl", tmp_path, target_folder), "There is no file '.*none.jsonl'"
     )
     assert_one_error(invoke_prepare(tmp_path, tmp_path, target_folder), "Cannot read .*: Is a directory")
+
+
+def test_the_digest_tells_conversations_apart_by_every_turn():
+    alone = conversation({"prompt": "a"}, "line 1")
+    one, other = (conversation({"turns": ["a", turn]}, "line 1", turns="turns") for turn in "bc")
+    assert len({digest([c]) for c in (alone, one, other)}) == 3
+    goes_on = one.after("x")
+    assert [(m["role"], m["content"]) for m in goes_on.messages] == [("user", "a"), ("assistant", "x"), ("user", "b")]
+    assert goes_on.later == ()

@@ -4,7 +4,7 @@ Knows how results are shown. Must not know how they were measured, or the comman
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -47,13 +47,25 @@ class Report:
         return {"settings": self.settings, **self.about, **self.found()}
 
     def found(self) -> dict[str, Any]:
-        """Plain data of the results alone: ``prompts``, ``total`` and ``limit``."""
+        """Plain data of the results alone: ``prompts``, ``total``, ``by_kind`` and ``limit``."""
         verdicts = self.verdicts or [None] * len(self.results)
         rows = [self._prompt_dict(*pair) for pair in zip(self.results, verdicts, strict=True)]
-        return {"prompts": rows, "total": self.total(), "limit": self._limit_dict()}
+        by_kind = {kind: report.total() for kind, report in self.by_kind().items()}
+        return {"prompts": rows, "total": self.total(), "by_kind": by_kind, "limit": self._limit_dict()}
+
+    def by_kind(self) -> dict[str, "Report"]:
+        """A report on the prompts of each kind, without the limit; empty where prompts have none."""
+        verdicts = self.verdicts or [None] * len(self.results)
+        kinds = dict.fromkeys(r.prompt.kind for r in self.results if r.prompt.kind is not None)
+        pairs = list(zip(self.results, verdicts, strict=True))
+        chosen = {kind: [pair for pair in pairs if pair[0].prompt.kind == kind] for kind in kinds}
+        return {
+            kind: replace(self, results=[r for r, _ in own], verdicts=[v for _, v in own], limit=None)
+            for kind, own in chosen.items()
+        }
 
     def render(self) -> RenderableType:
-        """A table of prompts and the totals below it."""
+        """A table of prompts, one of their kinds where they have some, and the totals below."""
         table = Table("", "prompt", box=None, pad_edge=False)
         for name in ("tokens", "plain tok/s", "DFlash tok/s", "ratio", "accepted", "correct"):
             table.add_column(name, justify="right")
@@ -61,12 +73,15 @@ class Report:
         verdicts = self.verdicts or [None] * len(self.results)
         for i, (result, verdict) in enumerate(zip(self.results, verdicts, strict=True), 1):
             table.add_row(*self._cells(i, result, verdict))
-        return Group(table, "", *self._total_lines())
+        kinds = self.by_kind()
+        below: list[RenderableType] = [_totals("kind", kinds), ""] if kinds else []
+        return Group(table, "", *below, *self._total_lines())
 
     def _prompt_dict(self, result: PromptResult, verdict: tuple[bool, bool] | None) -> dict[str, Any]:
         difference = result.difference
         return {
             "prompt": result.prompt.text,
+            "kind": result.prompt.kind,
             "prompt_tokens": len(result.prompt.tokens),
             "generation_tokens": len(result.dflash[0].tokens),
             "plain_tps": overall_tps(result.plain),
@@ -178,8 +193,16 @@ def render_several(reports: Mapping[str, Report]) -> RenderableType:
         first = results[0]
         speed = _number(overall_tps(first.plain), 1)
         table.add_row(str(i), _shortened(first.prompt.text), str(len(first.plain[0].tokens)), speed, *cells)
-    totals = Table("drafter", box=None, pad_edge=False)
-    for name in ("tok/s", "ratio of the totals", "ratio", "accepted", "correct"):
+    rows: dict[str, Report] = {}
+    for name, report in reports.items():
+        rows |= {name: report} | {f"{name}, {kind}": own for kind, own in report.by_kind().items()}
+    return Group(table, "", _totals("drafter", rows))
+
+
+def _totals(heading: str, reports: Mapping[str, Report]) -> Table:
+    """A row of totals for each report."""
+    totals = Table(heading, box=None, pad_edge=False)
+    for name in ("prompts", "tok/s", "ratio of the totals", "ratio", "accepted", "correct"):
         totals.add_column(name, justify="right")
     totals.add_column("tokens are")
     for name, report in reports.items():
@@ -187,6 +210,7 @@ def render_several(reports: Mapping[str, Report]) -> RenderableType:
         correct = total["correct"]
         totals.add_row(
             name,
+            str(total["prompts"]),
             _number(total["dflash_tps"], 1),
             _number(total["overall_ratio"], 2) + (f" of {limit.speedup:.2f}" if limit else ""),
             _spread(total["ratio"]),
@@ -194,7 +218,7 @@ def render_several(reports: Mapping[str, Report]) -> RenderableType:
             f"{correct['dflash']} of {correct['of']}" if correct else "-",
             report.overall_identity(),
         )
-    return Group(table, "", totals)
+    return totals
 
 
 def _shortened(text: str) -> str:

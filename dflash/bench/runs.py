@@ -16,6 +16,7 @@ from mlx_lm.generate import generation_stream
 
 from ..errors import DFlashError, GenerationError, one_line
 from ..generate import DFlashSpeculativeDecoder
+from ..prompts import Conversation
 from ..sampling import GREEDY, LogitsProcessor, Sampler
 from ..target import LoadedTargetModel
 from ..threads import DecodeThreads
@@ -38,11 +39,17 @@ Side = Callable[[list[int]], Iterator[Step]]
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """A request as text (to be shown), as token ids, and, where known, plain data to judge its answer by."""
+    """A request as text (to be shown), as token ids, and, where known, plain data to judge its answer by.
+
+    ``kind`` tells which row of a table it belongs to; ``conversation`` is where it comes from, if that goes on after
+    the answer.
+    """
 
     text: str
     tokens: list[int]
     check: dict[str, Any] | None = None
+    kind: str | None = None
+    conversation: Conversation | None = None
 
 
 @dataclass(frozen=True)

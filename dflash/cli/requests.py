@@ -5,7 +5,9 @@ Knows prompt files, chat templates and lengths. Must not know options of any one
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,10 @@ class Form:
             target, prompt, chat=self.chat, system=self.system, chat_template_config=self.switches or None
         )
 
+    def in_messages(self, target: "LoadedTargetModel") -> Callable[[str | list[dict[str, str]]], list[int]]:
+        """:meth:`tokens` of what has the system prompt already, if there is to be one."""
+        return partial(replace(self, system=None).tokens, target=target)
+
     def continuation(self, text: str, target: "LoadedTargetModel") -> list[int]:
         """Token ids that go on within a cached message. Raises :class:`~dflash.errors.GenerationError` as above."""
         from ..tokens import continuation_tokens
@@ -60,6 +66,14 @@ class Requests:
             raise DFlashError(f"--limit must be at least 1, got {limit}.")
         return cls(read_conversations(source, template=template, limit=limit), str(source))
 
+    @classmethod
+    def of_suites(cls, names: list[str], limit: int | None = None) -> "Requests":
+        """The first ``limit`` prompts of each of the suites ``NAME`` or ``NAME=FILE.jsonl``, or of ``all``."""
+        from ..bench.suites import named_suites
+
+        read = [suite.read(file, limit) for suite, file in named_suites(names)]
+        return cls([conversation for suite in read for conversation in suite], ", ".join(names))
+
     def identity(self) -> dict[str, Any]:
         """Plain data by which to tell prompts from others: their source, number and hash."""
         from ..prompts import digest
@@ -75,19 +89,25 @@ class Requests:
         """
         from ..bench import BenchPrompt
 
-        prompts, in_messages = [], replace(form, system=None)
+        prompts, in_messages = [], form.in_messages(target)
         for conversation in self.conversations:
             asked = conversation.unanswered()
-            messages = list((asked if form.system is None else asked.with_system(form.system)).messages)
+            asked = asked if form.system is None else asked.with_system(form.system)
+            messages = list(asked.messages)
             check = conversation.extra.get("check")
             if check is not None and not isinstance(check, dict):
                 raise DataError(f'{conversation.where}: "check" must be an object, got {type(check).__name__}.')
             alone = len(messages) == 1 and messages[0]["role"] == "user"
             try:
-                tokens = in_messages.tokens(messages[0]["content"] if alone else messages, target)
+                tokens = in_messages(messages[0]["content"] if alone else messages)
+                if asked.later:  # what cannot be asked in turns shows before anything is decoded
+                    in_messages(list(asked.after("").messages))
             except GenerationError as error:
                 raise DataError(f"{conversation.where}: {error}") from error
-            prompts.append(BenchPrompt(messages[-1]["content"], tokens, check))
+            kind = conversation.extra.get("kind")
+            kind = None if kind is None else str(kind)
+            goes_on = asked if asked.later else None
+            prompts.append(BenchPrompt(messages[-1]["content"], tokens, check, kind, goes_on))
         return prompts
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -65,6 +66,23 @@ def test_several_drafters_stand_side_by_side_on_the_same_prompts():
     assert plain_data["settings"] == {"runs": 1}
     taus = [plain_data["drafters"][name]["total"]["acceptance_length"] for name in ("mine", "theirs")]
     assert taus == [10.0, 5.0]
+
+
+def test_prompts_of_several_kinds_have_a_row_a_kind():
+    good, bad = result([run()], [run(committed=[10])]), result([run()], [run(committed=[1])], bench.Difference(7, 1, 2))
+    results = [
+        replace(r, prompt=bench.BenchPrompt("x", [1], kind=k)) for r, k in ((good, "a"), (bad, "b"), (bad, None))
+    ]
+    report = Report({}, results, greedy=True, verdicts=[(True, True), None, None])
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert [p["kind"] for p in found["prompts"]] == ["a", "b", None]
+    rows = {
+        kind: (row["prompts"], row["acceptance_length"], row["identical"]) for kind, row in found["by_kind"].items()
+    }
+    assert rows == {"a": (1, 10.0, 1), "b": (1, 1.0, 0)}
+    assert found["by_kind"]["a"]["correct"] == {"plain": 1, "dflash": 1, "of": 1}
+    assert "DIFFERENT on 1 of 1" in rendered(report)
+    assert "mine, b" in rendered(render_several({"mine": report}))
 
 
 def test_json_keeps_what_each_block_drafted_and_accepted():

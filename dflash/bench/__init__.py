@@ -1,7 +1,8 @@
 """Measured by decoding: plain mlx_lm against DFlash in turns, its limit, a demonstration, and this machine.
 
 ``runs`` times answers, ``identity`` compares their tokens, ``statistics`` sums up, ``speedup`` finds the
-arithmetic limit, ``report`` shows; ``demo`` and ``doctor`` are commands of their own.
+arithmetic limit, ``report`` shows; ``suites`` are the papers' prompts, ``acceptance`` scores a drafter without plain
+decoding; ``demo`` and ``doctor`` are commands of their own.
 """
 
 from ..generate import PAIR

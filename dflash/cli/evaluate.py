@@ -1,10 +1,11 @@
-"""``dflash eval``: how good a drafter is, by decoding a file of prompts.
+"""``dflash eval``: how good a drafter is, by decoding a file of prompts or standard suites.
 
 Knows options, files and what to print. Must not know how anything is measured. Mounted by ``cli``.
 """
 
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +16,20 @@ from . import loading, options, terminal
 from .requests import Form, Requests, that_fit
 
 if TYPE_CHECKING:
+    from ..bench import BenchPrompt
     from ..training.evaluate import Acceptance
 
 app = typer.Typer()
 
 MAX_TOKENS = 256
+Suites = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME[=FILE.jsonl]",
+        help="gsm8k, math500, humaneval, mbpp or mt-bench, from the hub or a file of its rows; repeatable. Or: all.",
+        callback=options.not_empty,
+    ),
+]
 
 
 @app.command("eval")
@@ -30,6 +40,7 @@ def evaluate(
     ] = None,
     target: options.Target = None,
     prompts: options.Prompts = None,
+    suite: Suites = None,
     template: options.Template = None,
     limit: options.Limit = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = MAX_TOKENS,
@@ -55,61 +66,68 @@ def evaluate(
     trace: options.TraceTo = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Score a drafter on a file of prompts by decoding: acceptance length, and acceptance by position.
+    """Score a drafter on prompts by decoding: acceptance length, and acceptance by position.
 
-    Ctrl-C ends it with the score of the prompts that were answered.
+    Suites, and prompts whose lines have a "kind", get a row each. Ctrl-C ends it
+    with the score of the prompts that were answered.
 
     Examples:
 
     dflash eval
     dflash eval runs/mine/drafter --target Qwen/Qwen3-4B --prompts mine.jsonl --json
-    dflash eval DRAFTER --target T --prompts q.jsonl --template "{question}" --limit 50
+    dflash eval DRAFTER --target T --suite gsm8k --suite mt-bench=FILE.jsonl --limit 80
     """
-    asked = dict(locals())
-    from ..bench import HELDOUT
-    from ..environment import environment
+    asked = {name: value for name, value in locals().items() if name != "as_json"}
+    from ..bench.acceptance import measure_turns
     from ..trace import TraceFile
 
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
     processors = tuple(logits_processor or ())
     sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, None, tree)
-    requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
+    requests = _requests(prompts, suite, template, limit)
     decoder = loading.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
     loaded = decoder.loaded_target
     fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, max_tokens)
+    names = {"target": loading.path_or_bundled(target), "drafter": loading.path_or_bundled(drafter)}
     loading.set_seed(seed)
     terminal.show_progress()
     with ExitStack() as stack:
-        names = {"target": loading.path_or_bundled(target), "drafter": loading.path_or_bundled(drafter)}
         watching = {} if trace is None else {"trace": stack.enter_context(TraceFile(trace, **names))}
-        parts, interrupted = _parts(decoder, [p.tokens for p in fitting], max_tokens, sampling, watching)
-    settings = {name: value for name, value in asked.items() if name != "as_json"} | {
-        "target": loading.path_or_bundled(target),
-        "drafter": loading.path_or_bundled(drafter),
-        "prompts": requests.identity(),
-        "trace": trace and str(trace),
-    }
-    about = {"settings": settings, "environment": environment(), "complete": not (interrupted or left_out)}
-    _show(parts, decoder.draft_model.block_size, about | {"left_out": left_out}, as_json)
+        encode = form.in_messages(loaded)
+        each = measure_turns(decoder, fitting, encode, max_tokens, temp, **sampling.for_dflash(), **watching)
+        parts, interrupted = _parts(each, fitting, decoder.draft_model.block_size)
+    settings = asked | names | {"prompts": requests.identity(), "trace": trace and str(trace)}
+    about = {"settings": settings, "complete": not (interrupted or left_out), "left_out": left_out}
+    _show(parts, [prompt.kind for prompt in fitting[: len(parts)]], decoder.draft_model.block_size, about, as_json)
     if interrupted:
         print(f"Stopped after {len(parts)} of {len(fitting)} prompts.", file=sys.stderr)
         raise typer.Exit(130)
 
 
-def _parts(
-    decoder: Any, prompts: list[list[int]], max_tokens: int, sampling: options.Sampling, watching: dict[str, Any]
-) -> tuple[list["Acceptance"], bool]:
-    """Counts of each prompt that was answered, and whether Ctrl-C came before the last."""
-    from ..progress import progress
-    from ..training.evaluate import measure_each
+def _requests(prompts: str | None, suites: list[str] | None, template: str | None, limit: int | None) -> Requests:
+    from ..bench import HELDOUT
 
-    asked = sampling.for_dflash() | watching
-    each = measure_each(decoder.loaded_target, decoder.draft_model, prompts, max_tokens, sampling.temp, **asked)
+    if not suites:
+        return Requests.read(prompts or HELDOUT, template=template, limit=limit)
+    if prompts is not None or template is not None:
+        option = "--prompts" if prompts is not None else "--template"
+        raise DFlashError(f"--suite brings prompts and template of its own; leave {option} out.")
+    return Requests.of_suites(suites, limit)
+
+
+def _parts(
+    each: "Iterator[tuple[int, Acceptance]]", prompts: "list[BenchPrompt]", block_size: int
+) -> tuple[list["Acceptance"], bool]:
+    """Counts of each prompt that was answered, all its turns together, and whether Ctrl-C came before the last."""
+    from ..progress import progress
+    from ..training.evaluate import total
+
+    answers = sum(1 + (len(p.conversation.later) if p.conversation else 0) for p in prompts)
     parts: list[Acceptance] = []
     try:
-        for part in progress(each, "eval", len(prompts)):
-            parts.append(part)
+        for number, counts in progress(each, "eval", answers):
+            parts[number:] = [total([*parts[number:], counts], block_size)]
     except KeyboardInterrupt:
         if not parts:
             raise
@@ -117,18 +135,20 @@ def _parts(
     return parts, False
 
 
-def _show(parts: list["Acceptance"], block_size: int, about: dict[str, Any], as_json: bool) -> None:
-    from ..training.evaluate import total
+def _show(
+    parts: list["Acceptance"], kinds: list[str | None], block_size: int, about: dict[str, Any], as_json: bool
+) -> None:
+    from ..bench.acceptance import acceptance_results, render_acceptance
+    from ..environment import environment
 
-    results = {"prompts": len(parts)} | total(parts, block_size).results()
+    results = acceptance_results(parts, kinds, block_size)
     if not results["blocks"]:
         raise DFlashError("No answer was long enough for a block, so there is no acceptance to measure.")
-    if as_json:
-        each = [{"acceptance_length": p.length, "blocks": p.blocks, "generated_tokens": p.committed} for p in parts]
-        print(json.dumps(results | {"by_prompt": each} | about))
+    if not as_json:
+        terminal.print_rich(render_acceptance(results))
         return
-    print(f"acceptance length {results['acceptance_length']:.3f} tokens per target pass")
-    print(f"{results['prompts']} prompts, {results['blocks']} blocks, {results['generated_tokens']} tokens")
-    print("position   blocks accepted up to it")
-    for position, rate in enumerate(results["acceptance_by_position"], 1):
-        print(f"{position:8}   {rate:.3f}")
+    each = [
+        {"acceptance_length": p.length, "blocks": p.blocks, "generated_tokens": p.committed, "kind": kind}
+        for p, kind in zip(parts, kinds, strict=True)
+    ]
+    print(json.dumps(results | {"by_prompt": each, "environment": environment()} | about))

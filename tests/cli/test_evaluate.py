@@ -53,3 +53,26 @@ def test_ctrl_c_leaves_the_score_of_what_was_answered(asked, monkeypatch):
 
 def test_an_answer_without_a_block_is_one_line(asked):
     assert_one_error(invoke(*asked[:-1], "1"), "No answer was long enough for a block")
+
+
+def test_suites_and_kinds_have_rows_of_their_own(asked, tmp_path):
+    turns, problem, kinds = tmp_path / "turns.jsonl", tmp_path / "problem.jsonl", tmp_path / "kinds.jsonl"
+    turns.write_text('{"prompt": ["Hi", "And?"], "category": "writing"}\n')
+    problem.write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?", "answer": "4"}\n')
+    kinds.write_text('{"prompt": "Hi", "kind": "chat"}\n{"prompt": "f", "kind": "code"}\n{"prompt": "x"}\n')
+    at = asked.index("--prompts")
+    drafter, rest = asked[:at], asked[at + 2 :]
+    suites = ["--suite", f"mt-bench={turns}", "--suite", f"gsm8k={problem}"]
+    result = invoke(*drafter, *suites, *rest, "--limit", "1", "--json")
+    assert result.exit_code == 0, result.output
+    score = json.loads(result.stdout)
+    rows = score["by_kind"]
+    assert {name: row["generated_tokens"] for name, row in rows.items()} == {"mt-bench": 22, "gsm8k": 11}
+    assert [p["kind"] for p in score["by_prompt"]] == ["mt-bench", "gsm8k"]
+    assert score["settings"]["prompts"]["source"] == f"mt-bench={turns}, gsm8k={problem}"
+    score = json.loads(invoke(*drafter, "--prompts", kinds, *rest, "--json").stdout)
+    assert (score["prompts"], list(score["by_kind"])) == (3, ["chat", "code"])
+    assert "tau" in invoke(*drafter, *suites, *rest).stdout
+    assert_one_error(invoke(*asked, *suites), "leave --prompts out")
+    assert_one_error(invoke(*drafter, *suites, "--template", "{x}"), "leave --template out")
+    assert_one_error(invoke(*drafter, *suites, "--raw"), "turns.jsonl, line 1: Messages, .* need the chat template")

@@ -180,7 +180,8 @@ def decode(run: Decoding, state: DecodeState, max_tokens: int, block_size: int) 
         if (nap := min(run.policy.sleep(), remaining)) > 0:
             yield from plain_steps(run, state, nap)
         else:
-            yield decode_block(run, state, min(block_size, remaining, state.target_cache.longest_pass) - 1)
+            most = min(block_size, remaining, state.target_cache.longest_pass) - 1
+            yield decode_block(run, state, run.policy.draft_length(most) if most else 0)
 
 
 def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
@@ -195,7 +196,8 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     target, drafter, began = run.target, run.drafter, time.perf_counter()
     proposal = _propose(run, state, length)
     drafted_at = time.perf_counter()
-    one, confidence, rebuilding = _choose_pass(run, state, proposal)
+    choice = _choose_pass(run, state, proposal)
+    one, confidence = choice.chosen, choice.confidence
     inspected = run.inspect(proposal, one.logits_LV) if run.inspect else None
     mx.async_eval(one.logits_LV, one.features, inspected)
     verified = run.verify(one.proposal, one.logits_LV, run.sampler)
@@ -223,7 +225,8 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
             accepted=verified.accepted,
             matched=sum(known.values()),
             confidence=confidence,
-            seconds=times.total - rebuilding,
+            seconds=times.total - choice.rebuilding,
+            drafting=0.0 if choice.known_at is None else choice.known_at - began,
             source=proposal.source,
             parents=proposal.parents,
             outcomes=known,
@@ -314,31 +317,44 @@ def _propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
     return proposal
 
 
-def _choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> tuple[_Pass, list[float] | None, float]:
-    """The pass over as many drafts as the policy says, and the drafter's confidence if the policy reads it.
+@dataclass(frozen=True)
+class _Choice:
+    """The pass that verifies, and the drafter's confidence where the policy reads it.
+
+    The confidence was there at ``known_at``; ``rebuilding`` are the seconds of building a pass of another length.
+    """
+
+    chosen: _Pass
+    confidence: list[float] | None = None
+    known_at: float | None = None
+    rebuilding: float = 0.0
+
+
+def _choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Choice:
+    """The pass over as many drafts as the policy says.
 
     A pass of the last block's length is built before the confidence is known, so that the device need not wait for
-    the host afterwards; if the policy wants another length, it is built anew, in the seconds that come third.
+    the host afterwards; if the policy wants another length, it is built anew.
     """
     proposed = proposal.tokens.shape[1]
     # Drafts that were drawn must be verified whatever they are: to look at them first would prefer some.
     chances_L = proposal.acceptance_chances() if run.policy.reads_confidence and proposal.log_q is None else None
     if chances_L is None:
         length = run.policy.verify_length(Drafts(proposed, None, proposal.source, proposal.parents))
-        return _build_pass(run, state, proposal.first(length)), None, 0.0
+        return _Choice(_build_pass(run, state, proposal.first(length)))
     mx.async_eval(chances_L)
     undo, began = state.target_cache.undo_point(), time.perf_counter()
     guess = proposed if state.last_length is None else min(state.last_length, proposed)
     one, building = _build_pass(run, state, proposal.first(guess)), time.perf_counter() - began
-    confidence = cast(list[float], chances_L.tolist())
+    confidence, known_at = cast(list[float], chances_L.tolist()), time.perf_counter()
     drafts = Drafts(proposed, confidence, proposal.source, proposal.parents, guess, building)
     length = run.policy.verify_length(drafts)
     if length == guess:
-        return one, confidence, 0.0
+        return _Choice(one, confidence, known_at)
     undo()
     began = time.perf_counter()
     one = _build_pass(run, state, proposal.first(length))
-    return one, confidence, time.perf_counter() - began
+    return _Choice(one, confidence, known_at, time.perf_counter() - began)
 
 
 def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Pass:

@@ -91,6 +91,42 @@ class BlockCosts:
         return self._mean
 
 
+class DraftCosts:
+    """Seconds until some number of drafts are known: a part that is always paid, and one for each draft.
+
+    A Kalman filter over both parts, in proportion to the first time that was observed. Until another number was tried,
+    half of that time counts as paid for each draft: a block-diffusion model is asked for shorter blocks in vain soon,
+    a model that drafts one token after another is not.
+    """
+
+    noise, drift = 0.2, 1e-4
+
+    def __init__(self) -> None:
+        self._unit: tuple[int, float] | None = None  # drafts and seconds of the first observation
+        self._mean = np.array([0.5, 0.5])
+        self._covariance = np.eye(2) / 4
+
+    def observe(self, drafts: int, seconds: float) -> None:
+        """Learn that ``drafts`` drafts, one at least, were known after ``seconds``."""
+        if self._unit is None:
+            self._unit = drafts, max(seconds, 1e-9)
+        inputs = self._inputs(drafts)
+        self._covariance = self._covariance + self.drift * np.eye(2)
+        expected = float(inputs @ self._mean)
+        error = min(seconds / self._unit[1], 2 * max(expected, 0.1)) - expected  # a core taken away is no draft
+        gain = self._covariance @ inputs / (inputs @ self._covariance @ inputs + (self.noise * max(expected, 0.1)) ** 2)
+        self._mean = np.maximum(self._mean + gain * error, 0.0)
+        self._covariance = self._covariance - np.outer(gain, inputs @ self._covariance)
+
+    def expected(self, drafts: int) -> float:
+        """Seconds; 0 before anything was observed."""
+        return 0.0 if self._unit is None else float(self._inputs(drafts) @ self._mean) * self._unit[1]
+
+    def _inputs(self, drafts: int) -> np.ndarray:
+        assert self._unit is not None
+        return np.array([1.0, drafts / self._unit[0]])
+
+
 def _position(drafts: int) -> int:
     return min(drafts, LONGEST) + 1
 

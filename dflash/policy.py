@@ -7,10 +7,11 @@ it writes. Times and chances are learned (``estimates.py``) from the blocks that
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from .errors import DFlashError
-from .estimates import PLAIN, BlockCosts, Calibration
+from .estimates import PLAIN, BlockCosts, Calibration, DraftCosts
 from .files import read_json, write_json
 from .registry import Registry
 
@@ -51,6 +52,7 @@ class BlockRecord:
         source: Which of several drafters made the drafts.
         asleep: Whether this was a plain step, for which no drafter was asked.
         parents: As in :class:`Drafts`.
+        drafting: The part of ``seconds`` until the drafts were known; 0 where nobody waited for them.
         outcomes: Of the drafts that follow what was committed, verified or not, whether each is what was committed
             next; ``None``: as ``matched`` says of a chain.
     """
@@ -65,6 +67,7 @@ class BlockRecord:
     asleep: bool = False
     parents: Sequence[int] | None = None
     outcomes: Mapping[int, bool] | None = None
+    drafting: float = 0.0
 
     @property
     def compared(self) -> int:
@@ -87,6 +90,10 @@ class Policy:
 
     def wake(self) -> None:
         """The drafter has found something while it sleeps; :meth:`sleep` is asked next."""
+
+    def draft_length(self, most: int) -> int:
+        """How many drafts to ask the drafter for, 1 to ``most``."""
+        return most
 
     def verify_length(self, drafts: Drafts) -> int:
         """How many of the drafts to verify, counted from the first."""
@@ -138,6 +145,9 @@ class Adaptive(Policy):
     steps, the drafter sleeps: ``first_nap`` tokens, and each time that it wakes in vain twice as many, as long as
     waking costs more than ``share`` of the time. The next text finds it awake, or nearly.
 
+    The drafter is asked for as many drafts as paid in the last blocks, by what each draft costs before it is verified:
+    of a block-diffusion model nearly all, of a model that writes them one after another only a few.
+
     Costs and chances are learned for each source of drafts by itself, and kept from text to text.
     """
 
@@ -147,6 +157,7 @@ class Adaptive(Policy):
         self._first_nap, self._longest_nap, self._share = first_nap, longest_nap, share
         self._sources: dict[str, _Source] = {}
         self._why: dict[str, float] = {}
+        self._last_source = ""
         self._asleep = 0
         self._plain_seconds: list[float] = []
 
@@ -168,15 +179,24 @@ class Adaptive(Policy):
         """The nap is over."""
         self._asleep = 0
 
+    def draft_length(self, most: int) -> int:
+        """The number of drafts that was worth most in the last blocks, by what drafting and verifying them costs."""
+        source = self._sources.get(self._last_source)
+        return most if source is None else source.draft_length(most)
+
     def verify_length(self, drafts: Drafts) -> int:
         """The length that commits most tokens per second; all of the first block, which tells what that costs."""
+        self._last_source = drafts.source
         source = self._sources.setdefault(drafts.source, _Source(nap=self._first_nap))
         if not source.costs.known:
             return drafts.count
         tokens = list(source.expected_tokens(drafts.count, drafts.confidence, drafts.parents))
-        seconds = [source.costs.hoped(k) + (drafts.building if k != drafts.built else 0.0) for k in range(len(tokens))]
-        usual = source.usual.tokens_per_second or max(t / s for t, s in zip(tokens, seconds, strict=True))
+        hoped = [source.costs.hoped(k) for k in range(len(tokens))]
+        seconds = [hoped[k] + (drafts.building if k != drafts.built else 0.0) for k in range(len(tokens))]
+        drafting = source.drafting.expected(drafts.count)
+        usual = source.usual.tokens_per_second or max(t / (s + drafting) for t, s in zip(tokens, seconds, strict=True))
         best = max(range(len(tokens)), key=lambda k: tokens[k] - usual * seconds[k])
+        source.remember_worth([t - usual * s for t, s in zip(tokens, hoped, strict=True)])
         self._why = {"tokens": tokens[best], "seconds": seconds[best], "usual_tokens_per_second": usual}
         return best
 
@@ -190,7 +210,8 @@ class Adaptive(Policy):
             return
         source = self._sources.setdefault(block.source, _Source(nap=self._first_nap))
         source.learn(block)
-        tokens, seconds = source.last_tokens(block), source.costs.expected(block.verified)
+        tokens = source.last_tokens(block)
+        seconds = source.drafting.expected(block.drafted) + source.costs.expected(block.verified)
         source.recent.add(tokens, seconds)
         source.usual.add(tokens, seconds)
         plain = source.costs.expected(PLAIN) if source.costs.tried(PLAIN) else source.costs.hoped(PLAIN)
@@ -232,6 +253,9 @@ class Adaptive(Policy):
 RECENT, USUAL = 0.87, 0.95
 """What a block counts in proportion to the next one, in the mean that puts a drafter to sleep and in the long one."""
 
+FURTHER = 0.7
+"""What a draft that was not asked for is expected to be worth, in proportion to the one before it."""
+
 
 @dataclass
 class _Rate:
@@ -256,9 +280,12 @@ class _Source:
 
     costs: BlockCosts = field(default_factory=BlockCosts)
     chances: Calibration = field(default_factory=Calibration)
+    drafting: DraftCosts = field(default_factory=DraftCosts)
     nap: int = 0
     recent: _Rate = field(default_factory=lambda: _Rate(RECENT))
     usual: _Rate = field(default_factory=lambda: _Rate(USUAL))
+    worth: list[float] = field(default_factory=list)
+    """Mean of the last blocks, by the number of drafts to choose from."""
 
     def expected_tokens(
         self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
@@ -279,8 +306,31 @@ class _Source:
 
     def learn(self, block: BlockRecord) -> None:
         """The block's time, and every draft of which it is known whether the target would have written it."""
-        self.costs.observe(block.verified, block.seconds)
+        self.costs.observe(block.verified, block.seconds - block.drafting)
+        if block.drafting:
+            self.drafting.observe(block.drafted, block.drafting)
         reached = range(min(block.matched + 1, block.compared))
         outcomes = {i: i < block.matched for i in reached} if block.outcomes is None else block.outcomes
         for i, accepted in outcomes.items():
             self.chances.observe(None if block.confidence is None else block.confidence[i], accepted)
+
+    def remember_worth(self, worth: Sequence[float]) -> None:
+        """``worth[k]`` is what verifying ``k`` drafts of this block is worth, in tokens; more drafts give more choice.
+
+        Of drafts that were not asked for, each is expected to change the worth as the last one did, but by less.
+        """
+        best = list(accumulate(worth, max))
+        gain = best[-1] - best[-2] if len(best) > 1 else 0.0
+        while len(best) < len(self.worth):
+            gain *= FURTHER
+            best.append(best[-1] + gain)
+        old = self.worth + best[len(self.worth) :]
+        self.worth = [RECENT * before + (1 - RECENT) * now for before, now in zip(old, best, strict=True)]
+
+    def draft_length(self, most: int) -> int:
+        """The number of drafts, 1 to ``most``, that was worth most beyond what drafting them costs."""
+        known = min(most, len(self.worth) - 1)
+        if known < 1 or not (rate := self.usual.tokens_per_second):
+            return most
+        best = max(range(1, known + 1), key=lambda n: self.worth[n] - rate * self.drafting.expected(n))
+        return most if best == known else best

@@ -332,3 +332,24 @@ def blocks_of(decoder: DFlashSpeculativeDecoder, **options) -> list[list[int]]:
     blocks: list[list[int]] = []
     decoder.spec_generate([3, 1, 4], 12, stream_callback=blocks.append, **options)
     return blocks
+
+
+# --- how many drafts to ask for --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fixed", "each", "fewest", "most"), [(0.01, 0.0, 12, 15), (0.0, 0.02, 1, 4)])
+def test_drafts_that_cost_something_each_are_asked_for_while_they_pay(fixed, each, fewest, most):
+    """Of chances of 0.9 nearly all drafts pay if they are there, and few if each costs half a plain step."""
+    policy, rng = Adaptive(), random.Random(0)
+    asked = []
+    for _ in range(200):
+        n = policy.draft_length(BLOCK - 1)
+        drafting = fixed + each * n
+        k = policy.verify_length(Drafts(n, [0.9] * n))
+        accepted = next((i for i in range(k) if rng.random() > 0.9), k)
+        seconds = drafting + 0.04 + 0.0005 * k
+        policy.observe(BlockRecord(n, k, accepted, min(accepted + 1, n), [0.9] * n, seconds, drafting=drafting))
+        while policy.sleep():
+            policy.observe(BlockRecord(0, 0, 0, 0, None, 0.04, asleep=True))
+        asked.append(n)
+    assert fewest <= np.median(asked[50:]) <= most

@@ -57,7 +57,8 @@ def generate_responses(
     random state, from the same seed. All prompts must begin with the same ``shared_prefix`` tokens; these are read
     once.
     """
-    stops, written = frozenset(stops), [[] for _ in prompts]  # type: frozenset[int], list[list[int]]
+    stops = frozenset(stops)
+    written: list[list[int]] = [[] for _ in prompts]
     cache = _read_prefix(model, prompts[0][:shared_prefix]) if shared_prefix else None
     waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))  # a group is padded to its longest
     numbers: dict[int, int] = {}  # of the prompts that are being answered, by mlx-lm's own number of the row

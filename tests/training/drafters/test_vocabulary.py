@@ -1,0 +1,314 @@
+"""Drafters of a part of the vocabulary: which tokens they know, how they are trained, and that they decode exactly."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support.dense_loss import (
+    OBJECTIVES,
+    VOCAB,
+    RandomTarget,
+    assert_equal,
+    log_softmax,
+    pack_of_three,
+    pad_documents,
+)  # fmt: skip
+from support.dense_loss import drafter as whole_drafter
+from support.dense_loss import loss_and_gradients as whole_loss_and_gradients
+from support.models import draft_config, plain_greedy, randomize
+from support.runs import recipe, result
+
+import dflash
+from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target
+from dflash.errors import CheckpointError, DFlashError, TrainingError
+from dflash.training.data.dataset import open_dataset
+from dflash.training.data.sequences import Sequences
+from dflash.training.drafters.init import new_drafter
+from dflash.training.drafters.loss import Batch, drafter_loss, score
+from dflash.training.drafters.objectives import ObjectiveSettings, Predictions, d_pace
+from dflash.training.drafters.vocabulary import frequent_tokens
+from dflash.training.evaluate import measure
+from dflash.training.export import export
+from dflash.training.recipe import DrafterShape
+from dflash.training.train import train
+
+PAIR = Path(dflash.__file__).parent / "pair"
+
+
+class TargetOfRows(RandomTarget):
+    """Gives some tokens' logits; those of all are never asked for."""
+
+    head = None  # type: ignore[assignment]
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.adapter = SimpleNamespace(config=None, head_rows=lambda ids: lambda hidden: hidden @ self.matrix[ids].T)
+
+
+def drafter(ids: list[int], seed: int = 0) -> DFlashDraftModel:
+    """That of ``support.dense_loss``, but it knows ``ids`` only."""
+    model = randomize(DFlashDraftModel(draft_config(VOCAB, block_size=6, draft_vocab_size=len(ids))), seed)
+    model.reduce_vocabulary(mx.array(ids), own_head=False)
+    model.bind(TargetOfRows(seed))  # type: ignore[arg-type]
+    return model
+
+
+def loss_and_gradients(model: DFlashDraftModel, batch: Batch, objective: ObjectiveSettings):
+    own = mx.value_and_grad(lambda weights: drafter_loss(_updated(model, weights), batch, objective, model.target_head))
+    value, gradients = own(model.trainable_parameters())
+    return value.item(), dict(tree_flatten(gradients))
+
+
+def _updated(model: DFlashDraftModel, weights: dict) -> DFlashDraftModel:
+    model.update(weights)
+    return model
+
+
+# --- loss -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: o.kind)
+def test_with_all_tokens_in_another_order_loss_and_gradients_are_those_of_the_whole_vocabulary(objective):
+    ids, documents = np.random.default_rng(0).permutation(VOCAB).tolist(), pack_of_three()
+    assert_equal(
+        loss_and_gradients(drafter(ids), pad_documents(documents), objective),
+        whole_loss_and_gradients(whole_drafter(), documents, objective),
+        3e-6,
+    )
+
+
+def hidden_states_of(model: DFlashDraftModel, batch: Batch, monkeypatch) -> list[tuple[mx.array, mx.array]]:
+    """Final hidden states ``[T, E]`` of a batch's predictions, and the positions, as the model is asked for them."""
+    seen, taught = [], type(model).taught_logits
+
+    def keep(self, hidden, previous, positions):
+        seen.append((hidden, positions))
+        return taught(self, hidden, previous, positions)
+
+    monkeypatch.setattr(type(model), "taught_logits", keep)
+    score(model, batch, ObjectiveSettings(chunk=10_000))
+    monkeypatch.undo()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "kl"])
+def test_tokens_that_are_not_known_have_no_loss_and_count_as_misses(kind, monkeypatch):
+    ids, batch = list(range(1, VOCAB, 2)), pad_documents(pack_of_three())
+    model, objective = drafter(ids), ObjectiveSettings(kind)
+    ((hidden_TE, positions_T),) = hidden_states_of(model, batch, monkeypatch)
+    kept: list[Predictions] = []
+    monkeypatch.setattr(
+        DFlashDraftModel, "hits", lambda self, h, b, p: kept.append(p) or super(DFlashDraftModel, self).hits(h, b, p)
+    )
+    found = score(model, batch, objective, model.target_head)
+    (predictions,) = kept
+    drafts = zip(predictions.tokens_T.tolist(), predictions.known_T.tolist(), strict=True)
+    tokens = [ids[draft] if known else None for draft, known in drafts]
+
+    logits_TV = whole_drafter().head(hidden_TE)
+    log_q = log_softmax(logits_TV[:, mx.array(ids)])
+    weights = mx.exp(-(positions_T - 1) / objective.gamma).tolist()
+    right = [0] * 5
+    total = weight = 0.0
+    for t, token in enumerate(tokens):
+        if token is None:
+            continue
+        if kind == "kl":
+            p = log_softmax(predictions.target_logits_TV[t])
+            loss = (mx.exp(p) * (p - log_q[t])).sum().item()
+        else:
+            loss = -log_q[t, ids.index(token)].item()
+        total, weight = total + weights[t] * loss, weight + weights[t]
+        right[positions_T[t].item() - 1] += ids[mx.argmax(log_q[t]).item()] == token
+    assert 0 < tokens.count(None) < len(tokens)
+    assert found.loss / found.weight == pytest.approx(total / weight, rel=1e-5)
+    assert found.hits["accuracy"].tolist() == right
+    assert found.predictions.sum() == len(tokens), "unknown tokens are predictions too"
+    trained = drafter_loss(model, batch, objective, model.target_head).item()
+    assert trained == pytest.approx(total / weight, rel=1e-5)
+
+
+def test_the_targets_tokens_of_a_batch_are_mapped_to_the_drafters_ids(monkeypatch):
+    ids, batch = [7, 2, 30], pad_documents(pack_of_three())
+    model, kept = drafter(ids), []
+    monkeypatch.setattr(
+        DFlashDraftModel, "hits", lambda self, h, b, p: kept.append(p) or super(DFlashDraftModel, self).hits(h, b, p)
+    )
+    score(model, batch, ObjectiveSettings())
+    score(whole_drafter(), batch, ObjectiveSettings())
+    reduced, whole = kept
+    assert reduced.logits_TV.shape == (len(whole.tokens_T), 3)
+    columns = (column.tolist() for column in (whole.tokens_T, reduced.tokens_T, reduced.known_T))
+    for token, draft, known in zip(*columns, strict=True):
+        assert known == (token in ids)
+        assert draft == (ids.index(token) if known else 0)
+
+
+def test_a_batch_of_unknown_tokens_costs_nothing():
+    batch = pad_documents(pack_of_three())
+    without = batch._replace(tokens=mx.where(batch.tokens == 5, 6, batch.tokens))
+    value, gradients = loss_and_gradients(drafter([5]), without, ObjectiveSettings())
+    assert value == 0
+    assert all(not g.any().item() for g in gradients.values())
+
+
+def test_an_unknown_token_ends_the_accepted_length_that_d_pace_weighs_by():
+    logits, tokens, positions = mx.array([[4.0, 0], [9.0, 0], [9.0, 0]]), mx.array([0, 0, 0]), mx.array([1, 2, 3])
+    known = mx.array([True, False, True])
+    losses = d_pace(Predictions(logits, tokens, positions, known_T=known), 0.0)
+    q = 1 / (1 + np.exp(-4.0))
+    assert losses.tolist() == pytest.approx([-q * np.log(q), 0, 0], abs=1e-7)
+
+
+# --- which tokens -----------------------------------------------------------------------------------------
+
+
+def test_the_most_frequent_tokens_of_responses_are_known_and_stop_tokens_always():
+    sequences = Sequences.from_lists([[9, 9, 9, 9], [8]], [[5, 5, 5, 3, 3], [6, 2, 7]])
+    assert frequent_tokens(sequences, 2, 12, ()).tolist() == [3, 5]
+    assert frequent_tokens(sequences, 4, 12, ()).tolist() == [2, 3, 5, 6], "ties are not taken by id"
+    assert frequent_tokens(sequences, 3, 12, {11}).tolist() == [3, 5, 11]
+    assert frequent_tokens(sequences, 8, 12, {11}).tolist() == [0, 1, 2, 3, 5, 6, 7, 11]
+    with pytest.raises(TrainingError, match=r"drafter\.vocabulary 1 has no room for the target's 2 stop tokens"):
+        frequent_tokens(sequences, 1, 12, {10, 11})
+
+
+def test_what_a_part_of_the_vocabulary_cannot_be_is_one_line(folder, tmp_path):
+    target = load_target(folder / "target")
+    for options, message in (
+        (["drafter.vocabulary=265"], "drafter.vocabulary 265 is more than the target's 264"),
+        (["drafter.vocabulary=9", "drafter.kind=dspark"], "'dspark' cannot be trained with a part of the vocabulary"),
+        (["drafter.vocabulary=9", "drafter.kind=dflash2"], "'dflash2' cannot be trained with a part of the vocabulary"),
+        (["drafter.options={draft_vocab_size: 9}"], "set drafter.vocabulary instead"),
+        (["drafter.vocabulary=9"], "set data.folder"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            new_drafter(recipe(folder, "x", *options).drafter, target)
+    with pytest.raises(DFlashError, match="vocabulary must be above 0"):
+        DrafterShape(vocabulary=0)
+
+
+# --- runs and decoding ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reduced_run(folder) -> Path:
+    """A finished run whose drafter knows 20 tokens."""
+    train(recipe(folder, "reduced", "drafter.vocabulary=20"))
+    return folder / "reduced"
+
+
+def arrays(drafter: Path) -> dict[str, mx.array]:
+    return mx.load(str(drafter / "model.safetensors"))  # type: ignore[return-value]
+
+
+def test_a_trained_drafter_knows_the_tokens_saves_bit_equal_and_has_no_head(reduced_run, folder, tmp_path):
+    target = load_target(folder / "target")
+    model = load_drafter(reduced_run / "drafter")
+    wanted = frequent_tokens(open_dataset(folder / "data", "train", target), 20, 264, target.stop_token_ids())
+    assert model.token_ids.tolist() == wanted.tolist()
+    assert model.config.draft_vocab_size == 20
+    assert "lm_head" not in model
+    dflash.save_drafter(model, tmp_path / "again")
+    first, again = arrays(reduced_run / "drafter"), arrays(tmp_path / "again")
+    assert first.keys() == again.keys() >= {"d2t", "t2d"}
+    assert all(mx.array_equal(first[name], again[name]).item() for name in first)
+    model.bind(target)
+    hidden = mx.random.normal((1, 5, target.hidden_size))
+    whole = target.head(hidden)
+    assert mx.abs(model.known_logits(hidden) - whole[..., model.token_ids]).max().item() < 1e-5
+    assert mx.isinf(model.head(hidden)).sum().item() == 5 * (264 - 20)
+
+
+def test_a_stopped_run_continues_to_the_same_bytes(reduced_run, folder):
+    def stop(line: dict) -> None:
+        if line["step"] == 5:
+            raise KeyboardInterrupt
+
+    values = recipe(folder, "stopped", "drafter.vocabulary=20")
+    with pytest.raises(KeyboardInterrupt):
+        train(values, stop)
+    assert not (folder / "stopped" / "drafter" / "model.safetensors").exists()
+    train(values)
+    assert result(folder / "stopped") == result(reduced_run)
+    with pytest.raises(TrainingError, match=r"recipe\.drafter\.vocabulary 20, this one has 21"):
+        train(recipe(folder, "stopped", "drafter.vocabulary=21"))
+
+
+def test_an_export_needs_the_table_of_tokens_that_the_run_left(reduced_run, tmp_path):
+    export(reduced_run, tmp_path / "exported")
+    exported, finished = (arrays(path) for path in (tmp_path / "exported", reduced_run / "drafter"))
+    assert all(mx.array_equal(exported[name], finished[name]).item() for name in finished)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("recipe.json", "config.json", "best.safetensors"):
+        (copy / name).write_bytes((reduced_run / name).read_bytes())
+    with pytest.raises(CheckpointError, match=r"vocabulary\.safetensors is missing"):
+        export(copy, tmp_path / "other")
+
+
+def test_a_run_that_starts_from_a_reduced_drafter_keeps_its_vocabulary(reduced_run, folder, tmp_path):
+    target, path = load_target(folder / "target"), str(reduced_run / "drafter")
+    start = load_drafter(path)
+    model = new_drafter(DrafterShape(from_=path), target)
+    assert mx.array_equal(model.token_ids, start.token_ids).item()
+    again = train(recipe(folder, "from", f"drafter.from={path}", "drafter.num_hidden_layers=1"))
+    assert mx.array_equal(load_drafter(again).token_ids, start.token_ids).item()
+    assert not mx.array_equal(load_drafter(again).fc.weight, start.fc.weight).item()
+    with pytest.raises(TrainingError, match=r"drafter\.vocabulary is 9, but .* has 20"):
+        new_drafter(DrafterShape(from_=path, vocabulary=9), target)
+    with pytest.raises(TrainingError, match="'dspark' cannot be trained with a part of the vocabulary"):
+        new_drafter(DrafterShape("dspark", {"markov_rank": 4}, path), target)
+
+
+def test_a_head_of_the_drafters_own_learns(folder, tmp_path):
+    target, shape = load_target(folder / "target"), recipe(folder, "x").drafter
+    model = new_drafter(shape, target)
+    model.config = replace(model.config, draft_vocab_size=30)
+    model.reduce_vocabulary(mx.arange(60, 90), own_head=True)
+    dflash.save_drafter(model, tmp_path / "start")
+    again = train(recipe(folder, "own-head", f"drafter.from={tmp_path / 'start'}"))
+    start, found = load_drafter(tmp_path / "start"), load_drafter(again)
+    assert found.lm_head.weight.shape == (30, target.hidden_size)
+    assert not mx.array_equal(found.lm_head.weight, start.lm_head.weight).item()
+
+
+def test_dflare_learns_a_part_of_the_vocabulary_too(folder):
+    shape = ("drafter.vocabulary=20", "drafter.kind=dflare")
+    model = load_drafter(train(recipe(folder, "dflare", *shape)))
+    assert model.token_ids.size == 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_is_exact_and_drafts_are_among_the_known_tokens(reduced_run, folder, temperature):
+    target, model = load_target(folder / "target"), load_drafter(reduced_run / "drafter")
+    decoder, prompt = DFlashSpeculativeDecoder(target, model), [65, 70, 71]
+    if temperature == 0:
+        for policy in ("full", "adaptive"):
+            found = list(decoder.stream_generate(prompt, 20, policy=policy))
+            assert [t for r in found for t in r.tokens] == plain_greedy(target.model, prompt, 20)[0]
+    else:
+        mx.random.seed(0)
+        found = list(decoder.stream_generate(prompt, 20, temperature, verify="speculative_sampling", policy="full"))
+    drafted = {t for r in found for t in r.drafted}
+    assert drafted
+    assert drafted <= set(model.token_ids.tolist())
+
+
+def test_a_trained_drafter_that_knows_the_tokens_of_its_text_is_accepted_as_often_as_with_all():
+    """The bundled pair, with the tokens that its target writes; and without half of them less often."""
+    target, whole = load_target(PAIR / "target"), load_drafter(PAIR / "drafter")
+    prompts = [target.adapter.chat_tokens(target.tokenizer, [{"role": "user", "content": "What is 17 + 25?"}])]
+    decoder = DFlashSpeculativeDecoder(target, whole)
+    written = sorted({t for r in decoder.stream_generate(prompts[0], 40) for t in (*r.tokens, *r.drafted)})
+    lengths = [measure(target, whole, prompts, 40).length]
+    for ids in (written, written[::2]):
+        model = load_drafter(PAIR / "drafter")
+        model.config = replace(model.config, draft_vocab_size=len(ids))
+        model.reduce_vocabulary(mx.array(ids), own_head=False)
+        lengths.append(measure(target, model, prompts, 40).length)
+    assert lengths[1] == lengths[0] > lengths[2] >= 1

@@ -229,14 +229,14 @@ def test_a_stopped_run_continues_to_the_same_bytes(reduced_run, folder):
         if line["step"] == 5:
             raise KeyboardInterrupt
 
-    values = recipe(folder, "stopped", "drafter.vocabulary=20")
+    values = recipe(folder, "reduced-stopped", "drafter.vocabulary=20")
     with pytest.raises(KeyboardInterrupt):
         train(values, stop)
-    assert not (folder / "stopped" / "drafter" / "model.safetensors").exists()
+    assert not (folder / "reduced-stopped" / "drafter" / "model.safetensors").exists()
     train(values)
-    assert result(folder / "stopped") == result(reduced_run)
+    assert result(folder / "reduced-stopped") == result(reduced_run)
     with pytest.raises(TrainingError, match=r"recipe\.drafter\.vocabulary 20, this one has 21"):
-        train(recipe(folder, "stopped", "drafter.vocabulary=21"))
+        train(recipe(folder, "reduced-stopped", "drafter.vocabulary=21"))
 
 
 def test_an_export_needs_the_table_of_tokens_that_the_run_left(reduced_run, tmp_path):
@@ -256,7 +256,7 @@ def test_a_run_that_starts_from_a_reduced_drafter_keeps_its_vocabulary(reduced_r
     start = load_drafter(path)
     model = new_drafter(DrafterShape(from_=path), target)
     assert mx.array_equal(model.token_ids, start.token_ids).item()
-    again = train(recipe(folder, "from", f"drafter.from={path}", "drafter.num_hidden_layers=1"))
+    again = train(recipe(folder, "reduced-from", f"drafter.from={path}", "drafter.num_hidden_layers=1"))
     assert mx.array_equal(load_drafter(again).token_ids, start.token_ids).item()
     assert not mx.array_equal(load_drafter(again).fc.weight, start.fc.weight).item()
     with pytest.raises(TrainingError, match=r"drafter\.vocabulary is 9, but .* has 20"):
@@ -271,7 +271,7 @@ def test_a_head_of_the_drafters_own_learns(folder, tmp_path):
     model.config = replace(model.config, draft_vocab_size=30)
     model.reduce_vocabulary(mx.arange(60, 90), own_head=True)
     dflash.save_drafter(model, tmp_path / "start")
-    again = train(recipe(folder, "own-head", f"drafter.from={tmp_path / 'start'}"))
+    again = train(recipe(folder, "reduced-own-head", f"drafter.from={tmp_path / 'start'}"))
     start, found = load_drafter(tmp_path / "start"), load_drafter(again)
     assert found.lm_head.weight.shape == (30, target.hidden_size)
     assert not mx.array_equal(found.lm_head.weight, start.lm_head.weight).item()
@@ -279,7 +279,7 @@ def test_a_head_of_the_drafters_own_learns(folder, tmp_path):
 
 def test_dflare_learns_a_part_of_the_vocabulary_too(folder):
     shape = ("drafter.vocabulary=20", "drafter.kind=dflare")
-    model = load_drafter(train(recipe(folder, "dflare", *shape)))
+    model = load_drafter(train(recipe(folder, "reduced-dflare", *shape)))
     assert model.token_ids.size == 20
 
 

@@ -28,7 +28,7 @@ from .options import (
 )
 
 app = typer.Typer()
-data_app = typer.Typer(no_args_is_help=True, help="Look into a dataset, split it anew, or write it as JSONL.")
+data_app = typer.Typer(no_args_is_help=True, help="Look into datasets, split or join them, or write one as JSONL.")
 app.add_typer(data_app, name="data")
 
 Prompts = Annotated[str, typer.Argument(metavar="FILE.jsonl|HUB", help="Prompts, with or without responses.")]
@@ -240,6 +240,24 @@ def split(
     from ..training.data.split import HeldoutRule
 
     _print_splits(change_split(folder, _rule(heldout_percent, heldout_at_least) or HeldoutRule()))
+
+
+@data_app.command()
+def join(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Datasets of one target.")],
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="The new dataset.")],
+) -> None:
+    """Make one dataset of several, such as greedy responses and sampled ones.
+
+    A request is in the same split wherever it comes from.
+
+    Examples:
+
+    dflash data join greedy sampled --output both
+    """
+    from ..training.data.join import join as join_datasets
+
+    _print_splits(join_datasets(folders, output))
 
 
 @data_app.command()

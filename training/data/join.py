@@ -1,0 +1,59 @@
+"""Several datasets of one target as one, such as greedy responses and sampled ones, or two machines' work.
+
+Knows what a finished dataset consists of. Must not know prompts, models or training.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash.errors import DataError
+from dflash.files import atomic_write, exclusive_lock
+
+from .dataset import FORMAT, SHARDS, VERSION, read_manifest, shard_path, text_path, write_manifest
+from .split import HeldoutRule
+
+
+def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None) -> dict[str, Any]:
+    """Copy the shards of the datasets in ``folders`` into the new one ``out``, in their order; returns its manifest.
+
+    ``heldout`` decides which conversations are held out, ``None`` as in the first dataset. It goes by how a
+    conversation opens, so the same request is in the same split wherever it comes from.
+
+    Raises :class:`~dflash.errors.DataError` for fewer than two datasets, for one that is unfinished, of format version
+    1, or of another target or tokenizer than the first, and if ``out`` holds something.
+    """
+    if len(folders) < 2:
+        raise DataError(f"Joining takes two datasets or more, got {len(folders)}.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} is not an empty folder; choose another name for the joined dataset.")
+    manifests = [read_manifest(folder) for folder in folders]
+    for folder, manifest in zip(folders, manifests, strict=True):
+        _check_fits(folder, manifest, folders[0], manifests[0])
+    parts = [(folder, i) for folder, made in zip(folders, manifests, strict=True) for i in range(made["shards"])]
+    with exclusive_lock(out):
+        (out / SHARDS).mkdir()
+        for number, (folder, i) in enumerate(parts):
+            for source, copy in (
+                (text_path(folder, i), text_path(out, number)),
+                (shard_path(folder, i), shard_path(out, number)),
+            ):
+                atomic_write(copy, lambda file, source=source: shutil.copyfile(source, file))
+        first = manifests[0]
+        description = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{name: first[name] for name in ("target", "tokenizer", "stop_tokens")},
+            "joined": [{name: manifest.get(name) for name in ("source", "settings")} for manifest in manifests],
+            "shards": len(parts),
+        }
+        return write_manifest(out, description, heldout or HeldoutRule(**first["heldout"]))
+
+
+def _check_fits(folder: Path, manifest: dict[str, Any], first_folder: Path, first: dict[str, Any]) -> None:
+    if manifest["version"] != VERSION:
+        raise DataError(f"{folder} has format version {manifest['version']}, whose split is fixed: not joined.")
+    for what in ("target", "tokenizer"):
+        if manifest[what] != first[what]:
+            raise DataError(f"{folder} was made with another {what} than {first_folder}; join datasets of one target.")

@@ -153,7 +153,7 @@ class Report:
             c = total["correct"]
             lines.append(f"correct      plain {c['plain']}, DFlash {c['dflash']} of {c['of']}")
         if limit is None:
-            return [*lines, "limit        not measured: the answers have too few blocks for it"]
+            return [*lines, "limit        not measured: it takes --policy full and some dozens of blocks"]
         reached = limit["fraction_reached"]
         return [
             *lines,

@@ -43,9 +43,12 @@ def limit_of(decoder: DFlashSpeculativeDecoder, results: Sequence[PromptResult],
     """The limit along the answer of median length among ``results``.
 
     ``None`` where that answer has fewer than ``LEAST_TOKENS`` tokens, or all of them fewer than ``LEAST_BLOCKS``
-    blocks: a limit by so few times says nothing, and is often exceeded.
+    blocks: a limit by so few times says nothing, and is often exceeded. ``None`` too where a policy verified a part of
+    the drafts: the limit is that of whole blocks.
     """
     runs = [run for r in results for run in r.dflash]
+    if statistics.median([count for run in runs for count in run.drafted] or [0]) < decoder.block_size - 1:
+        return None
     tau = acceptance_length(runs)
     middle = sorted(results, key=lambda r: len(r.prompt.tokens) + len(r.dflash[0].tokens))[len(results) // 2]
     answer = middle.dflash[0].tokens

@@ -1,5 +1,8 @@
 """The arithmetic limit is measured from the parts of decoding, each alone."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from mlx_lm.sample_utils import make_sampler
 from support.bench import result, run
@@ -32,12 +35,16 @@ def test_the_replay_commits_tau_tokens_a_block(tau, blocks, monkeypatch):
     assert len(drafter.asked) == 2 * a_pass  # a warm-up and one pass
 
 
-@pytest.mark.parametrize(("tokens", "blocks", "measured"), [(24, 50, True), (23, 50, False), (24, 49, False)])
-def test_short_answers_and_few_blocks_have_no_limit(tokens, blocks, measured, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "verified", "measured"),
+    [(24, 50, 3, True), (23, 50, 3, False), (24, 49, 3, False), (24, 50, 2, False)],
+)
+def test_short_answers_few_blocks_and_parts_of_drafts_have_no_limit(tokens, blocks, verified, measured, monkeypatch):
     asked = []
     monkeypatch.setattr(speedup, "measure_limit", lambda *args: asked.append(args) or "the limit")
-    answer = run(range(tokens), committed=[2] * blocks)
-    found = limit_of("decoder", [result([answer], [answer])], "sampler")
+    answer = replace(run(range(tokens), committed=[2] * blocks), drafted=[verified] * blocks)
+    decoder = SimpleNamespace(block_size=4)
+    found = limit_of(decoder, [result([answer], [answer])], "sampler")
     assert (found == "the limit") == measured
     if measured:
-        assert asked == [("decoder", [65, 66], list(range(tokens)), 2.0, "sampler")]
+        assert asked == [(decoder, [65, 66], list(range(tokens)), 2.0, "sampler")]

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
+from .bundled import drafter_folder
 from .decode import Decoding, decode, feed, prefill
 from .drafters.checkpoint import load_drafter
 from .drafters.checks import check_drafter
@@ -112,20 +113,24 @@ class DFlashSpeculativeDecoder:
     ) -> "DFlashSpeculativeDecoder":
         """Load target and drafter from folders or hub names; without arguments, the bundled models.
 
+        A ``target`` alone gets the bundled drafter that was made for it, at whatever precision it is kept.
         ``trust_remote_code`` lets the target's checkpoint run the Python code that it brings with it. ``draft_bits``
         quantises the drafter, and ``draft_window`` limits the context that it sees (:func:`~dflash.load_drafter`).
-        ``options`` go to the constructor. Raises :class:`~dflash.errors.DFlashError` on bad checkpoints.
+        ``options`` go to the constructor. Raises :class:`~dflash.errors.DFlashError` on bad checkpoints, and for a
+        ``target`` alone for which no drafter is bundled.
         """
-        if (target is None) != (drafter is None):
+        if target is None and drafter is not None:
             raise DFlashError(
                 "A drafter works only with the target that it was trained for: give both, or neither for "
                 "the bundled models."
             )
-        if target is None or drafter is None:
+        if target is None:
             target, drafter = PAIR / "target", PAIR / "drafter"
         own = ("tokenizer", "block_size", "max_seq_length", "adapter")
         decode_options({name: value for name, value in options.items() if name not in own})  # before minutes of loading
-        return cls(load_target(target, trust_remote_code), load_drafter(drafter, draft_bits, draft_window), **options)
+        loaded = load_target(target, trust_remote_code)
+        drafter = drafter_folder(loaded) if drafter is None else drafter
+        return cls(loaded, load_drafter(drafter, draft_bits, draft_window), **options)
 
     @overload
     def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...

@@ -98,7 +98,8 @@ def dflash(
 ) -> None:
     """The target's own text, faster: speculative decoding with a block-diffusion drafter, on MLX.
 
-    Without --target and --drafter every command uses the bundled models.
+    Without --target and --drafter every command uses the bundled models; with
+    --target alone, the bundled drafter for that target.
     """
     from .. import backend
     from ..registry import load_plugin

@@ -215,18 +215,23 @@ def doctor(
     dflash doctor --target Qwen/Qwen3-4B
     dflash doctor --drafter bundled
     """
+    from .. import bundled
     from ..bench.doctor import machine_report, target_report
     from ..bench.drafter_report import drafter_report
     from ..drafters import load_drafter
     from ..target import load_target
 
     terminal.print_pairs(machine_report())
+    loaded = None
     if target is not None:
         loaded = load_target(target, trust_remote_code)
         print()
-        terminal.print_pairs(target_report(loaded, target) | {"unused tokens": _unused(loaded)})
+        ours = bundled.find_drafter(loaded)
+        about = {"bundled drafter": "none; dflash fit makes one" if ours is None else f"made for {ours.target}"}
+        terminal.print_pairs(target_report(loaded, target) | about | {"unused tokens": _unused(loaded)})
+        drafter = loading.BUNDLED if drafter is None and ours is not None else drafter
     if drafter is not None:
-        found = load_drafter(loading.drafter_name(drafter))
+        found = load_drafter(loading.drafter_name(drafter, loaded))
         print()
         terminal.print_pairs(drafter_report(found, drafter))
 

@@ -172,19 +172,25 @@ def demo(
 ) -> None:
     """Answer one request plainly, then with DFlash, and compare.
 
+    The request is a heldout one of the bundled models; of a target of one's own
+    no answer is checked.
+
     Examples:
 
     dflash demo
+    dflash demo --target smollm2
     dflash demo "Write a function that keeps the even numbers and returns the largest."
     """
     from .. import bench as b
     from ..bench import demo as d
+    from ..bundled import heldout_for
 
     text = None if prompt is None else terminal.prompt_text(prompt)
     decoder = loading.load_decoder(target, drafter, trust_remote_code=trust_remote_code)
     loaded = decoder.loaded_target
     if text is None:
-        requests = Requests.read(b.HELDOUT).encode(loaded, Form())
+        heldout = b.HELDOUT if target is None else heldout_for(loaded)
+        requests = Requests.read(heldout).encode(loaded, Form())
     else:
         requests = [b.BenchPrompt(text, Form().tokens(text, loaded))]
     sides = d.demo_sides(decoder, requests)

@@ -11,17 +11,25 @@ from ..errors import DFlashError
 
 if TYPE_CHECKING:
     from ..generate import DFlashSpeculativeDecoder
+    from ..target import LoadedTargetModel
 
 BUNDLED, NGRAM, COMBINED = "bundled", "ngram", "ngram+"
 
 
-def drafter_name(name: str) -> str:
-    """What :func:`~dflash.load_drafter` takes: ``bundled``, after ``ngram+`` too, is the bundled drafter's folder."""
+def drafter_name(name: str, target: "LoadedTargetModel | None" = None) -> str:
+    """What :func:`~dflash.load_drafter` takes: ``bundled``, after ``ngram+`` too, is the bundled drafter's folder.
+
+    It is the drafter for ``target``, or without one the drafter for the bundled target. Raises
+    :class:`~dflash.errors.IncompatibleModelsError` where there is none for ``target``.
+    """
+    from ..bundled import drafter_folder
     from ..generate import PAIR
 
     combined = COMBINED if name.startswith(COMBINED) else ""
     rest = name.removeprefix(combined)
-    return combined + (str(PAIR / "drafter") if rest == BUNDLED else rest)
+    if rest != BUNDLED:
+        return name
+    return combined + str(PAIR / "drafter" if target is None else drafter_folder(target))
 
 
 def load_decoder(
@@ -34,16 +42,21 @@ def load_decoder(
 ) -> "DFlashSpeculativeDecoder":
     """The decoder that every command uses; without names, the bundled models.
 
-    ``bundled`` names the bundled drafter, and drafters that need no training draft for the bundled target too.
+    ``bundled`` names the bundled drafter for the target, and so does no name. Drafters that need no training draft
+    for the bundled target too.
     """
-    from ..generate import PAIR, DFlashSpeculativeDecoder
+    from ..generate import PAIR, DFlashSpeculativeDecoder, load_drafter
+    from ..target import load_target
 
     if target is None and drafter in (BUNDLED, NGRAM, COMBINED + BUNDLED):
         target = str(PAIR / "target")
-    drafter = None if drafter is None else drafter_name(drafter)
     asked: dict[str, Any] = {"draft_bits": draft_bits, "draft_window": draft_window}
     if block_size is not None:
         asked["block_size"] = block_size
+    if target is not None and drafter in (BUNDLED, COMBINED + BUNDLED):
+        loaded = load_target(target, trust_remote_code)
+        found = load_drafter(drafter_name(drafter, loaded), draft_bits, draft_window)
+        return DFlashSpeculativeDecoder(loaded, found, block_size=block_size)
     return DFlashSpeculativeDecoder.from_pretrained(target, drafter, trust_remote_code=trust_remote_code, **asked)
 
 
@@ -66,9 +79,10 @@ def load_decoders(
         from ..generate import DFlashSpeculativeDecoder, load_drafter
 
         asked: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
+        target_model = decoders[first].loaded_target
         for name in others:
-            drafter = load_drafter(drafter_name(name), draft_bits, draft_window)
-            decoders[name] = DFlashSpeculativeDecoder(decoders[first].loaded_target, drafter, **asked)
+            drafter = load_drafter(drafter_name(name, target_model), draft_bits, draft_window)
+            decoders[name] = DFlashSpeculativeDecoder(target_model, drafter, **asked)
     return decoders
 
 

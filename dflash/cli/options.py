@@ -71,7 +71,8 @@ DrafterName = Annotated[
     typer.Option(
         "--drafter",
         metavar="PATH|HUB",
-        help="The drafter for the target; ngram needs no training, ngram+PATH copies where the text repeats.",
+        help="The drafter for the target; ngram needs no training, ngram+PATH copies where the text repeats. "
+        "Default: the one that is bundled for the target.",
         callback=not_empty,
     ),
 ]

@@ -1,5 +1,7 @@
 """What tells one target from another of the same shape: base from instruct, one fine-tuned copy from the next.
 
+And what all quantisations of one target have in common: its norms.
+
 Knows a loaded target's config and weights. Must not know who compares fingerprints, or why.
 """
 
@@ -27,6 +29,28 @@ def target_fingerprint(target: "LoadedTargetModel") -> str:
     equal names and sizes, hashing gigabytes takes minutes, and half precision becomes float32 on a CPU.
     """
     return model_fingerprint(target.model)
+
+
+def norm_fingerprint(target: "LoadedTargetModel") -> str | None:
+    """SHA-256 (hexadecimal) of what every quantisation of a target keeps: its norms, vocabulary and number of layers.
+
+    Norms are the one-dimensional weights ``*norm.weight``, which no format packs. They are rounded to bfloat16, so that
+    the hub's files, a GGUF file's and a copy in float32 agree. A copy that was fine-tuned as a whole has other norms;
+    one that was fine-tuned by an adapter of its matrices alone (LoRA) has the same. ``None``: the target has no norms.
+    """
+    norms = {
+        name: weight.astype(mx.bfloat16).astype(mx.float32)
+        for name, weight in sorted(flat(target.model.parameters()).items())
+        if name.endswith("norm.weight") and weight.ndim == 1
+    }
+    if not norms:
+        return None
+    mx.eval(norms)
+    total = hashlib.sha256(json.dumps([target.vocab_size, target.num_layers]).encode())
+    for name, norm in norms.items():
+        total.update(f"{name} {norm.shape}".encode())
+        total.update(memoryview(norm).tobytes())  # type: ignore[arg-type]  # arrays are buffers
+    return total.hexdigest()
 
 
 def model_fingerprint(model: nn.Module) -> str:

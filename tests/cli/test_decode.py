@@ -160,7 +160,7 @@ def test_demo_takes_prompts_as_generate_does(prompt):
     ("args", "message"),
     [
         (["Hi", "--target", "no/such folder", "--drafter", "x"], "No checkpoint folder at 'no/such folder'"),
-        (["Hi", "--target", "only"], "give both, or neither"),
+        (["Hi", "--drafter", "only"], "give both, or neither"),
         (["", "PAIR"], "prompt is empty"),
         (["-", "PAIR"], "prompt is empty"),
         (["Hi", "PAIR", "--max-tokens", "-1"], "max_tokens must be a whole number of at least 0, got -1"),
@@ -232,6 +232,7 @@ def test_the_demo_takes_a_request_of_ones_own_and_checks_nothing(monkeypatch, tm
 
 def test_the_demo_says_so_when_no_request_suits(monkeypatch, tmp_path):
     assert_one_error(demo_with(monkeypatch, tmp_path, "def f(): short", long_function()), "No request is answered")
+    assert_one_error(demo_with(monkeypatch, tmp_path, "No function. " * 20, long_function()), "No request is answered")
 
 
 # --- prompt caches ------------------------------------------------------------------------------------

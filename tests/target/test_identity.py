@@ -1,12 +1,14 @@
 """Fingerprints of targets: the same after any reload, another after the least change of weights or config."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from support.models import TEXT_VOCAB, llama_model, qwen3_model, save_target
+from support.gguf import gguf_metadata, gguf_tensors, write_gguf
+from support.models import TEXT_VOCAB, ScriptModel, llama_model, qwen3_model, save_target
 
-from dflash import LoadedTargetModel, load_drafter, load_target
-from dflash.generate import PAIR
-from dflash.target.identity import target_fingerprint
+from dflash import LoadedTargetModel, load_target
+from dflash.target.identity import norm_fingerprint, target_fingerprint
+from dflash.target.import_gguf import import_gguf
 
 
 def fingerprint(model) -> str:
@@ -42,5 +44,45 @@ def test_another_target_has_another_fingerprint(other):
     assert fingerprint(OTHERS[other]()) != fingerprint(qwen3_model(0, 32))
 
 
-def test_the_bundled_drafter_names_the_bundled_target():
-    assert load_drafter(PAIR / "drafter").config.target_fingerprint == target_fingerprint(load_target(PAIR / "target"))
+# --- norms --------------------------------------------------------------------------------------------------
+
+
+def test_a_target_has_the_same_norms_at_every_precision_and_in_every_format(tmp_path):
+    model = llama_model(0, TEXT_VOCAB, intermediate_size=64)
+    hub = load_target(save_target(model, tmp_path / "hub"))
+    path = write_gguf(tmp_path / "model.gguf", gguf_tensors(hub.model), gguf_metadata(hub.model), "Q4_1")
+    found = {"float32": LoadedTargetModel(model), "bfloat16": hub}
+    for name, dtype in (("packed", None), ("unpacked", "float32")):
+        import_gguf(path, tmp_path / name, dtype)
+        found[name] = load_target(tmp_path / name)
+    assert "scales" in found["packed"].model.layers[0].mlp.up_proj
+    assert len({target_fingerprint(target) for target in found.values()}) == 4
+    assert len({norm_fingerprint(target) for target in found.values()}) == 1
+    nn.quantize(model, group_size=32, bits=8)
+    assert norm_fingerprint(LoadedTargetModel(model)) == norm_fingerprint(hub)
+
+
+def another_norm():
+    model = qwen3_model(0, 32)
+    model.layers[2].self_attn.k_norm.weight = model.layers[2].self_attn.k_norm.weight * 1.01
+    return model
+
+
+OTHER_NORMS = {
+    "other seed": OTHERS["other seed"],
+    "one norm of a fine-tuned copy": another_norm,
+    "more tokens": lambda: qwen3_model(0, 48),
+    "fewer layers": lambda: qwen3_model(0, 32, layers=3),
+    "other architecture": OTHERS["other architecture"],
+}
+
+
+@pytest.mark.parametrize("other", OTHER_NORMS)
+def test_another_target_has_other_norms(other):
+    mine, theirs = (norm_fingerprint(LoadedTargetModel(model)) for model in (qwen3_model(0, 32), OTHER_NORMS[other]()))
+    assert len(mine) == len(theirs) == 64
+    assert mine != theirs
+
+
+def test_a_target_without_norms_has_no_such_fingerprint():
+    assert norm_fingerprint(LoadedTargetModel(ScriptModel([1, 2], 32))) is None

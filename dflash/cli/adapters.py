@@ -68,6 +68,7 @@ def check_adapter(
     dflash adapters check Qwen/Qwen3-0.6B
     dflash adapters check path/to/target --rounds 40
     dflash adapters check gemma3_text
+    dflash --plugin my_adapter.py adapters check path/to/target
     """
     from ..adapters.conformance import check
 
@@ -78,8 +79,11 @@ def check_adapter(
     cache_options = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
     report = check(target, rounds, seed, on_check=_print_check, show=True, **cache_options)
     failed = sum(not found.passed for found in report.checks)
+    skipped = sum(bool(found.skipped) for found in report.checks)
+    count = len(report.checks)
+    passed = f"{count - skipped} checks passed, {skipped} skipped." if skipped else f"All {count} checks passed."
     print(report.title)
-    print(f"{failed} of {len(report.checks)} checks failed." if failed else f"All {len(report.checks)} checks passed.")
+    print(f"{failed} of {count} checks failed." if failed else passed)
     if failed:
         raise typer.Exit(1)
 

@@ -28,8 +28,8 @@ def report(
 
     Examples:
 
-    dflash generate "Count to ten." --trace count.jsonl
-    dflash report count.jsonl
+    dflash generate "Return the longest word." --trace word.jsonl
+    dflash report word.jsonl
     dflash eval mine --trace mine.jsonl && dflash eval theirs --trace theirs.jsonl
     dflash report mine.jsonl theirs.jsonl -o both.html
     """

@@ -126,8 +126,10 @@ def _decoding_time(plan: Plan) -> tuple[float, str]:
     all_seconds = [value for values in seconds.values() for value in values]
     answers = sum(missing.values())
     if not all_seconds:
-        each = _trial_token(plan) * max(cell.cell.options["max_tokens"] for cell in plan.cells)
-        return each * answers, f"{answers} answers of at most {each:.2g} s, from {_TRIAL_TOKENS} tokens decoded plainly"
+        most = max(cell.cell.options["max_tokens"] for cell in plan.cells)
+        each = _trial_token(plan) * most
+        size = f"at most {each:.2g} s ({most} tokens, the cells' max_tokens)"
+        return each * answers, f"{answers} answers of {size}, from {_TRIAL_TOKENS} tokens decoded plainly"
     mean = statistics.fmean(all_seconds)
     total = sum(count * (statistics.fmean(seconds[key]) if seconds[key] else mean) for key, count in missing.items())
     return total, f"{answers} answers of {total / answers:.2g} s, from {len(all_seconds)} finished answers"

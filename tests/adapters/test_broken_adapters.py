@@ -213,6 +213,13 @@ class NotNormalised(Right):
             self.backbone["last_norm"] = norm
 
 
+class HeadInTheBackbone(Right):
+    backbone = property(lambda self: self.model)
+    layers_owner = property(lambda self: self.model.trunk)
+    layers = property(lambda self: self.model.trunk.blocks)
+    embedding = property(lambda self: self.model.trunk.lexicon)
+
+
 class NormInTheHead(NotNormalised):
     def head(self, hidden):
         return super().head(self.backbone.last_norm(hidden))
@@ -262,6 +269,7 @@ BROKEN = {
     CacheNotPassed: "a pass of 13 tokens over 0 cached ones leaves 0 in the cache; .* must pass its cache",
     CacheForSingleTokens: "a pass of 13 tokens over 0 cached ones leaves 0 in the cache",
     NotNormalised: r"head\(backbone\(x\)\) equals model\(x\): logits differs by",
+    HeadInTheBackbone: r"the backbone returns shape \(1, 24, 97\), expected \(1, 24, 32\): .* override run_backbone",
     NormInTheHead: r"head\(\) gives the same logits for hidden states of any size, so it normalises them",
     NormalisedTwice: r"head\(backbone\(x\)\) equals model\(x\): logits differs by",
     ZeroFeatures: r"feature\(\) of layer 0 is none of the hidden states that the layer returned",

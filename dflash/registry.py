@@ -97,6 +97,8 @@ def load_plugin(plugin: str | Path) -> Any:
     Raises :class:`DFlashError` if it is not there or fails.
     """
     path = Path(plugin)
+    if path.suffix != ".py" and path.exists():
+        raise DFlashError(f"The plug-in {plugin} is no Python; expected a .py file or a module's dotted name.")
     try:
         if path.suffix != ".py":
             return importlib.import_module(str(plugin))

@@ -179,10 +179,19 @@ class DecodeOptions:
         """The policy asked for, a new one where it was asked for by name."""
         policy = self.policy
         if isinstance(policy, str):
-            policy = Adaptive.load(policy) if policy.endswith(".json") else POLICIES.get(policy)()
-        elif not isinstance(policy, Policy):
+            made = Adaptive.load(policy) if policy.endswith(".json") else POLICIES.get(policy)()
+            if not isinstance(made, Policy):
+                raise GenerationError(
+                    f"The policy {policy!r} is a {type(made).__name__}; it must be a subclass of dflash.Policy."
+                )
+            return made
+        if isinstance(policy, int) and not isinstance(policy, bool):
             require_count("policy", policy, 0)
-            policy = Fixed(policy)
+            return Fixed(policy)
+        if not isinstance(policy, Policy):
+            raise GenerationError(
+                f"A policy must be a number of drafts, a registered name or a dflash.Policy, got {short(policy)}."
+            )
         return policy
 
     @property

@@ -313,6 +313,11 @@ def test_a_policy_is_chosen_by_name_or_number_and_unknown_ones_are_named():
 
     lengths = [len(r) for r in blocks_of(decoder, policy="one-at-a-time")]
     assert max(lengths) <= 2
+    register_policy("no policy")(dict)
+    with pytest.raises(DFlashError, match="'no policy' is a dict; it must be a subclass of dflash.Policy"):
+        decoder.spec_generate([3, 1, 4], 8, policy="no policy")
+    with pytest.raises(DFlashError, match="a registered name or a dflash.Policy, got <function"):
+        decoder.spec_generate([3, 1, 4], 8, policy=lambda drafts: 3)
 
 
 def test_drafts_that_were_drawn_are_verified_whatever_they_are():

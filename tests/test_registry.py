@@ -50,6 +50,12 @@ def test_registering_without_a_name_is_an_error(rules, names):
         rules.register(*names)
 
 
+def test_a_plugin_of_another_kind_of_file_is_refused(tmp_path):
+    (tmp_path / "study.yaml").write_text("a: 1")
+    with pytest.raises(DFlashError, match=r"study\.yaml is no Python; expected a \.py file"):
+        load_plugin(tmp_path / "study.yaml")
+
+
 def test_a_plugin_is_a_file_or_a_module(tmp_path):
     file = tmp_path / "my_plugin.py"
     file.write_text("value = 7\n")

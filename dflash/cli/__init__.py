@@ -92,7 +92,7 @@ def dflash(
         list[str] | None,
         typer.Option(
             metavar="FILE.py|MODULE",
-            help="Import this first: it may register drafters, objectives, rules, samplers, callbacks. Repeatable.",
+            help="Import this first: it may register adapters, drafters, policies, objectives and more. Repeatable.",
         ),
     ] = None,
 ) -> None:

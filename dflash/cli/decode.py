@@ -83,7 +83,7 @@ def generate(
     dflash generate "Hello" --system "Answer in French."
     dflash generate "Hello" --chat-template-config '{"enable_thinking": false}'
     dflash generate "Who is the thief?" --prompt-cache-file book.safetensors
-    dflash generate "Count to ten." --show-rejected --profile --trace count.jsonl
+    dflash generate "What is 7 * 8?" --show-rejected --profile --trace it.jsonl
     """
     from ..trace import TraceFile, together
     from .blocks import ColouredText, print_profile

@@ -104,8 +104,8 @@ def _print_expected(checked: Any, only: list[str], as_json: bool) -> None:
         rows.append((state.name, *levels, str(planned.cell.seed), steps, f"{state.answers}/{state.of_answers}"))
     print_rich(table(("cell", *_short(list(checked.factors)), "seed", "steps done", "answers done"), rows))
     print(f"{len(states)} cells, {len(plan.trainings)} drafters to train, {len(plan.prompts)} prompts.")
-    print(f"training  about {duration(expected.training)}: {expected.training_from}")
-    print(f"decoding  about {duration(expected.decoding)}: {expected.decoding_from}")
+    print(f"training  at most about {duration(expected.training)}: {expected.training_from}")
+    print(f"decoding  at most about {duration(expected.decoding)}: {expected.decoding_from}")
 
 
 @app.command()

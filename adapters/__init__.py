@@ -1,6 +1,6 @@
 """Target adapters, one small file per model family; see :class:`TargetAdapter` for what one answers."""
 
-from . import gemma, gpt_oss, llama, mistral, qwen
+from . import gemma, gpt_oss, llama, mistral, qwen, whole_models
 from .base import TargetAdapter
 from .registry import (
     adapter_for_model_type,
@@ -22,4 +22,5 @@ __all__ = [
     "qwen",
     "register_adapter",
     "registered_adapters",
+    "whole_models",
 ]

@@ -238,15 +238,12 @@ def _head(trial: Trial) -> None:
     """The head of the final hidden states gives the model's logits, and leaves normalising to the backbone."""
     hidden, _ = trial.adapted
     shape = (*trial.one.tokens.shape, trial.target.hidden_size)
-    try:
-        logits = trial.target.head(hidden)
-    except ValueError as error:  # shapes that do not fit, as mlx reports them
-        if hidden.shape == shape:
-            raise
+    if hidden.shape != shape:
         raise Mismatch(
             f"the backbone returns shape {hidden.shape}, expected {shape}: hidden states after the last norm, before "
             "the head; where no module of the model ends there, override run_backbone()"
-        ) from error
+        )
+    logits = trial.target.head(hidden)
     assert_close("logits", logits, trial.one.logits)
     if _close(trial.target.head(8 * hidden), trial.target.head(hidden / 8), limit=1e-2):
         raise Mismatch(

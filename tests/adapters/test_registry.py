@@ -8,6 +8,7 @@ import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from dflash.adapters import (
@@ -179,3 +180,14 @@ def test_a_trial_of_the_generic_adapter_is_logged(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "olmo2 has no adapter of its own: 17 short passes try the generic one."
     ]
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "lille-130m"])
+def test_a_backbone_that_goes_on_to_the_logits_is_refused_without_an_adapter_of_its_own(name, monkeypatch):
+    """Decoding would be exact with it, but a drafter's hidden states would not fit its head."""
+    model = small.build(name)
+    target = LoadedTargetModel(model)
+    assert target.head(mx.zeros((1, 2, target.hidden_size))).shape == (1, 2, target.vocab_size)
+    monkeypatch.setattr(registry.ADAPTERS, "find", lambda name: None)
+    with pytest.raises(IncompatibleModelsError, match="hidden states after the last norm"):
+        LoadedTargetModel(model)

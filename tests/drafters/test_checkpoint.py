@@ -316,10 +316,11 @@ def test_from_pretrained_loads_a_pair_that_decodes_what_plain_decoding_writes(sa
 
 
 def test_half_of_a_pair_is_refused(saved, target_folder):
-    for half in ({"target": target_folder}, {"drafter": saved}):
+    no_drafter = "No drafter is bundled for this target"
+    for half, reason in (({"target": target_folder}, no_drafter), ({"drafter": saved}, "both")):
         with pytest.raises(DFlashError) as error:
             DFlashSpeculativeDecoder.from_pretrained(**half)
-        one_line(error, "both")
+        one_line(error, reason)
 
 
 # --- bad targets ------------------------------------------------------------------------------------------

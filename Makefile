@@ -4,7 +4,7 @@
 # make pair    train the bundled models from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
 # make publish copy runs/pair into the package
 # make real    the drafter for SmolLM2-135M-Instruct from nothing in runs/smollm2-135m (many hours on two cores; resumable)
-# make publish-real  copy it into the package, in 8 bits
+# make publish-real  copy it into the package
 # make bench   how many drafts a block should verify, by kind of request: the table in README.md (half an hour)
 # make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
 # Each target sets up .venv by itself; it is reinstalled only when pyproject.toml changes.
@@ -85,7 +85,7 @@ real: $(REAL)/target/config.json
 
 publish-real: $(VENV)/installed
 	$(BIN)/dflash export $(REAL)/drafter $(REAL_DRAFTER)
-	$(BIN)/python -m dflash.training.publish $(REAL_DRAFTER) --target $(REAL)/target --bits 8 \
+	$(BIN)/python -m dflash.training.publish $(REAL_DRAFTER) --target $(REAL)/target \
 	    --name HuggingFaceTB/SmolLM2-135M-Instruct
 
 $(VENV)/installed: pyproject.toml

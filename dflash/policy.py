@@ -187,7 +187,7 @@ class Adaptive(Policy):
     def verify_length(self, drafts: Drafts) -> int:
         """The length that commits most tokens per second; all of the first block, which tells what that costs."""
         self._last_source = drafts.source
-        source = self._sources.setdefault(drafts.source, _Source(nap=self._first_nap))
+        source = self._source(drafts.source)
         if not source.costs.known:
             return drafts.count
         tokens = list(source.expected_tokens(drafts.count, drafts.confidence, drafts.parents))
@@ -208,7 +208,7 @@ class Adaptive(Policy):
             if self._asleep == 0:
                 self._end_nap()
             return
-        source = self._sources.setdefault(block.source, _Source(nap=self._first_nap))
+        source = self._source(block.source)
         source.learn(block)
         tokens = source.last_tokens(block)
         seconds = source.drafting.expected(block.drafted) + source.costs.expected(block.verified)
@@ -222,6 +222,11 @@ class Adaptive(Policy):
         enough = min(source.nap, in_vain / (self._share * plain), self._longest_nap)
         self._asleep, source.nap = max(self._first_nap, int(enough)), 2 * source.nap
         source.recent = _Rate(RECENT)
+
+    def _source(self, name: str) -> "_Source":
+        if name not in self._sources:
+            self._sources[name] = _Source(nap=self._first_nap)
+        return self._sources[name]
 
     def _end_nap(self) -> None:
         for source in self._sources.values():

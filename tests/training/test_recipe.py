@@ -22,8 +22,14 @@ def test_the_recipes_in_configs_are_valid(path):
     load_settings(SmallTargetSettings if path.stem.endswith("-target") else Recipe, path)
 
 
+OUR_OWN = "pair", "smollm2"
+"""In the names of recipes for drafters that ship with the package, trained on small machines."""
+
+
 @pytest.mark.parametrize(
-    "path", sorted(p for p in CONFIGS.glob("*.yaml") if "pair" not in p.stem), ids=lambda p: p.stem
+    "path",
+    sorted(p for p in CONFIGS.glob("*.yaml") if not any(name in p.stem for name in OUR_OWN)),
+    ids=lambda p: p.stem,
 )
 def test_the_ready_recipes_hold_the_published_settings(path):
     ready = load_settings(Recipe, path)

@@ -94,14 +94,14 @@ class BlockCosts:
 class DraftCosts:
     """Seconds until some number of drafts are known: a part that is always paid, and one for each draft.
 
-    A Kalman filter over both parts, in proportion to the first time that was observed. Until another number was tried,
-    half of that time counts as paid for each draft: a block-diffusion model is asked for shorter blocks in vain soon,
-    a model that drafts one token after another is not.
+    A Kalman filter over both parts, in proportion to the first time that was observed. As long as fewer than
+    ``trials`` blocks had another number of drafts than the first, nothing tells the two parts from each other.
     """
 
-    noise, drift = 0.2, 1e-4
+    noise, drift, trials = 0.2, 1e-4, 3
 
     def __init__(self) -> None:
+        self._others = 0
         self._unit: tuple[int, float] | None = None  # drafts and seconds of the first observation
         self._mean = np.array([0.5, 0.5])
         self._covariance = np.eye(2) / 4
@@ -110,6 +110,7 @@ class DraftCosts:
         """Learn that ``drafts`` drafts, one at least, were known after ``seconds``."""
         if self._unit is None:
             self._unit = drafts, max(seconds, 1e-9)
+        self._others += drafts != self._unit[0]
         inputs = self._inputs(drafts)
         self._covariance = self._covariance + self.drift * np.eye(2)
         expected = float(inputs @ self._mean)
@@ -117,6 +118,11 @@ class DraftCosts:
         gain = self._covariance @ inputs / (inputs @ self._covariance @ inputs + (self.noise * max(expected, 0.1)) ** 2)
         self._mean = np.maximum(self._mean + gain * error, 0.0)
         self._covariance = self._covariance - np.outer(gain, inputs @ self._covariance)
+
+    @property
+    def known(self) -> bool:
+        """Whether the two parts can be told from each other."""
+        return self._others >= self.trials
 
     def expected(self, drafts: int) -> float:
         """Seconds; 0 before anything was observed."""

@@ -289,6 +289,7 @@ class _Source:
     nap: int = 0
     recent: _Rate = field(default_factory=lambda: _Rate(RECENT))
     usual: _Rate = field(default_factory=lambda: _Rate(USUAL))
+    tries: int = 0
     worth: list[float] = field(default_factory=list)
     """Mean of the last blocks, by the number of drafts to choose from."""
 
@@ -335,7 +336,10 @@ class _Source:
     def draft_length(self, most: int) -> int:
         """The number of drafts, 1 to ``most``, that was worth most beyond what drafting them costs."""
         known = min(most, len(self.worth) - 1)
-        if known < 1 or not (rate := self.usual.tokens_per_second):
+        if known < 1 or not (rate := self.usual.tokens_per_second) or not self.drafting.expected(1):
             return most
+        if not self.drafting.known:  # a block of half the length tells what a draft costs
+            self.tries += 1
+            return most if self.tries % 2 else max(1, most // 2)
         best = max(range(1, known + 1), key=lambda n: self.worth[n] - rate * self.drafting.expected(n))
         return most if best == known else best

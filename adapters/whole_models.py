@@ -72,10 +72,6 @@ class LilleAdapter(WholeModelAdapter):
         return self.backbone.norm
 
     @property
-    def head_table(self) -> nn.Module:
-        return self.embedding
-
-    @property
     def hidden_size(self) -> int:
         return self.config.n_embd
 

@@ -54,7 +54,7 @@ def training_memory(
     layer = int(_LAYER_AT_WORK * positions * widths * value_bytes)
     inputs = positions * config.hidden_size * config.num_hidden_layers * value_bytes
     layers = inputs + layer if grad_checkpoint else config.num_hidden_layers * layer
-    logits = 3 * chunk * config.vocab_size * 4
+    logits = 3 * chunk * (config.draft_vocab_size or config.vocab_size) * 4
     features = batch_tokens * len(config.target_layer_ids) * config.hidden_size * value_bytes
     return Memory(
         target=target_bytes,

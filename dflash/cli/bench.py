@@ -222,7 +222,7 @@ def doctor(
     from ..target import load_target
 
     terminal.print_pairs(machine_report())
-    loaded = None
+    loaded = ours = None
     if target is not None:
         loaded = load_target(target, trust_remote_code)
         print()
@@ -231,7 +231,8 @@ def doctor(
         terminal.print_pairs(target_report(loaded, target) | about | {"unused tokens": _unused(loaded)})
         drafter = loading.BUNDLED if drafter is None and ours is not None else drafter
     if drafter is not None:
-        found = load_drafter(loading.drafter_name(drafter, loaded))
+        known = ours if drafter == loading.BUNDLED else None
+        found = load_drafter(known.folder if known else loading.drafter_name(drafter, loaded))
         print()
         terminal.print_pairs(drafter_report(found, drafter))
 

@@ -40,24 +40,10 @@ def load_decoder(
     draft_bits: int | None = None,
     draft_window: int | None = None,
 ) -> "DFlashSpeculativeDecoder":
-    """The decoder that every command uses; without names, the bundled models.
-
-    ``bundled`` names the bundled drafter for the target, and so does no name. Drafters that need no training draft
-    for the bundled target too.
-    """
-    from ..generate import PAIR, DFlashSpeculativeDecoder, load_drafter
-    from ..target import load_target
-
-    if target is None and drafter in (BUNDLED, NGRAM, COMBINED + BUNDLED):
-        target = str(PAIR / "target")
-    asked: dict[str, Any] = {"draft_bits": draft_bits, "draft_window": draft_window}
-    if block_size is not None:
-        asked["block_size"] = block_size
-    if target is not None and drafter in (BUNDLED, COMBINED + BUNDLED):
-        loaded = load_target(target, trust_remote_code)
-        found = load_drafter(drafter_name(drafter, loaded), draft_bits, draft_window)
-        return DFlashSpeculativeDecoder(loaded, found, block_size=block_size)
-    return DFlashSpeculativeDecoder.from_pretrained(target, drafter, trust_remote_code=trust_remote_code, **asked)
+    """The decoder of a command with one drafter: :func:`load_decoders` of it, or of the bundled one."""
+    drafters = [] if drafter is None else [drafter]
+    (decoder,) = load_decoders(target, drafters, block_size, trust_remote_code, draft_bits, draft_window).values()
+    return decoder
 
 
 def load_decoders(
@@ -68,21 +54,27 @@ def load_decoders(
     draft_bits: int | None = None,
     draft_window: int | None = None,
 ) -> dict[str, "DFlashSpeculativeDecoder"]:
-    """A decoder for each drafter, by its name; they share the target. Without names, the bundled models."""
-    if len(set(drafters)) < len(drafters):
-        raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(drafters)}.")
-    if not drafters:
-        return {BUNDLED: load_decoder(target, None, block_size, trust_remote_code, draft_bits, draft_window)}
-    first, *others = drafters
-    decoders = {first: load_decoder(target, first, block_size, trust_remote_code, draft_bits, draft_window)}
-    if others:
-        from ..generate import DFlashSpeculativeDecoder, load_drafter
+    """A decoder for each drafter, by its name; they share the target. Without names, the bundled models.
 
-        asked: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
-        target_model = decoders[first].loaded_target
-        for name in others:
-            drafter = load_drafter(drafter_name(name, target_model), draft_bits, draft_window)
-            decoders[name] = DFlashSpeculativeDecoder(target_model, drafter, **asked)
+    No drafter is the same as ``bundled``, the bundled one for the target. No target is the bundled one, if a drafter
+    is bundled or needs no training. Raises :class:`~dflash.errors.DFlashError` otherwise, and for a name given twice.
+    """
+    from ..generate import PAIR, DFlashSpeculativeDecoder, load_drafter
+    from ..target import load_target
+
+    names = drafters or [BUNDLED]
+    if len(set(names)) < len(names):
+        raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(names)}.")
+    if target is None and {BUNDLED, NGRAM, COMBINED + BUNDLED}.isdisjoint(names):
+        raise DFlashError(
+            f"The drafter {names[0]} works only with the target that it was trained for: give both, or neither for the "
+            "bundled models."
+        )
+    loaded = load_target(PAIR / "target" if target is None else target, trust_remote_code)
+    decoders = {}
+    for name in names:
+        drafter = load_drafter(drafter_name(name, loaded), draft_bits, draft_window)
+        decoders[name] = DFlashSpeculativeDecoder(loaded, drafter, block_size=block_size)
     return decoders
 
 

@@ -14,7 +14,7 @@ import dflash
 from dflash import DFlashSpeculativeDecoder, bundled, load_drafter, load_target
 from dflash.cli import loading
 from dflash.drafters.quantized import description
-from dflash.errors import IncompatibleModelsError
+from dflash.errors import DFlashError, IncompatibleModelsError
 from dflash.files import flat, read_json
 from dflash.generate import PAIR
 from dflash.target.identity import target_fingerprint
@@ -103,6 +103,21 @@ def test_every_command_that_drafts_finds_it(package, prompts):
         assert result.exit_code == 0, result.output
 
 
+def test_decoders_of_several_drafters_share_the_target_and_one_of_them_says_which(package):
+    names = ("bundled", "ngram+bundled", str(package / "real" / "tiny"))
+    decoders = loading.load_decoders(str(package / "target"), names, 4, draft_bits=8)
+    one, combined, named = decoders.values()
+    assert tuple(decoders) == names
+    assert one.loaded_target.model is combined.loaded_target.model is named.loaded_target.model
+    assert same_weights(one.draft_model, combined.draft_model.model)
+    assert same_weights(one.draft_model, named.draft_model)
+    assert description(one.draft_model)["bits"] == 8
+    assert one.block_size == combined.block_size == 4
+    refusal = "notes works only with the target that it was trained for: give both, or neither"
+    with pytest.raises(DFlashError, match=refusal):
+        loading.load_decoder(None, "notes")
+
+
 def test_where_there_is_none_every_command_says_what_to_do(package, prompts):
     other = ("--target", save_target(llama_model(1, TEXT_VOCAB), package / "other"))
     for command in (["generate", "Hi"], ["bench", "--prompts", prompts], ["eval", "--prompts", prompts], ["demo"]):
@@ -110,10 +125,14 @@ def test_where_there_is_none_every_command_says_what_to_do(package, prompts):
     assert_one_error(invoke("generate", "Hi", *other, "--drafter", "bundled"), "No drafter is bundled")
 
 
-def test_doctor_shows_the_drafter_that_it_found_or_that_there_is_none(package):
-    shown = invoke("doctor", "--target", package / "target").stdout
-    assert "made for org/tiny" in shown
-    assert "positions that one pass fills" in shown
+def test_doctor_shows_the_drafter_that_it_found_or_that_there_is_none(package, monkeypatch):
+    taken, true_fingerprint = [], bundled.norm_fingerprint
+    monkeypatch.setattr(bundled, "norm_fingerprint", lambda target: taken.append(target) or true_fingerprint(target))
+    for named in ((), ("--drafter", "bundled")):
+        shown = invoke("doctor", "--target", package / "target", *named).stdout
+        assert "made for org/tiny" in shown
+        assert "positions that one pass fills" in shown
+    assert len(taken) == 2  # once a command
     shown = invoke("doctor", "--target", save_target(llama_model(1, TEXT_VOCAB), package / "other")).stdout
     assert "none; dflash fit makes one" in shown
     assert "positions that one pass fills" not in shown

@@ -16,7 +16,6 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from dflash.backend import on_cpu, set_blas_threads
-from dflash.cpu_math import warm_up
 
 Loss = Callable[..., mx.array]
 Batch = tuple[Any, ...]
@@ -40,8 +39,7 @@ class MeanGradient:
         self.pool = ThreadPoolExecutor(threads) if threads > 1 else None
         if self.pool is not None:
             # The barrier holds every thread until all have started: otherwise one could start twice, another never.
-            ready, turn = threading.Barrier(threads), threading.Lock()
-            list(self.pool.map(lambda _: _start_thread(turn, ready), range(threads)))
+            list(self.pool.map(_start_thread, [threading.Barrier(threads)] * threads))
 
     def __enter__(self) -> "MeanGradient":
         return self
@@ -97,10 +95,7 @@ def _copied(model: nn.Module) -> nn.Module:
 _thread = threading.local()
 
 
-def _start_thread(turn: threading.Lock, ready: threading.Barrier) -> None:
-    """Give the calling thread a stream, which belongs to the thread that made it, and warm it up."""
-    with turn:
-        _thread.stream = mx.new_stream(mx.default_device())
-        with mx.stream(_thread.stream):
-            warm_up()
+def _start_thread(ready: threading.Barrier) -> None:
+    """Give the calling thread a stream, which belongs to the thread that made it."""
+    _thread.stream = mx.new_stream(mx.default_device())
     ready.wait()

@@ -51,7 +51,7 @@ from .identity import check_same_run, require_same
 from .loop.clock import duration
 from .loop.distributed import Ranks
 from .loop.fit import fit
-from .loop.run import OnLog
+from .loop.run import OnLog, checkpoint_to_continue
 from .loop.run_folder import BEFORE_DECAY, BEST, LOG, RECIPE, STATE
 from .loop.settings import FitSettings, LoopSettings
 from .recipe import Recipe
@@ -157,7 +157,7 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
     listening: list[OnLog] = []
     if ranks.is_main:
         kind = {} if kind_of(drafter) == DEFAULT else {KIND: kind_of(drafter)}
-        _begin(folder, identity, drafter.config.to_dict() | kind, drafter.token_ids)
+        _begin(folder, identity, settings, drafter.config.to_dict() | kind, drafter.token_ids)
         listening = listeners(recipe.run.callbacks, RunInfo(folder, identity["recipe"]), on_log)
         if not (folder / STATE).exists():
             _tell_evaluation_time(target, drafter, prompts, recipe)
@@ -195,7 +195,9 @@ def _announce(settings: FitSettings, batches: Batches, ranks: Ranks) -> None:
     )
 
 
-def _begin(folder: Path, identity: dict[str, Any], config: dict[str, Any], token_ids: mx.array | None) -> None:
+def _begin(
+    folder: Path, identity: dict[str, Any], settings: FitSettings, config: dict[str, Any], token_ids: mx.array | None
+) -> None:
     """Make ``folder`` this run's: refuse another run's, remove what killed processes left, write what a drafter needs.
 
     That is its config and, if it knows a part of the vocabulary, the tables of its ``token_ids``.
@@ -204,6 +206,7 @@ def _begin(folder: Path, identity: dict[str, Any], config: dict[str, Any], token
         remove_unfinished(folder / name)
     if (folder / RECIPE).exists():
         require_same(folder, _recorded(folder), identity, _MAY_CHANGE)
+        checkpoint_to_continue(folder, settings)  # or a run that cannot become this long would be recorded as if it had
         write_json(folder / RECIPE, identity)
     check_same_run(folder / RECIPE, identity)
     write_json(folder / CONFIG, config)

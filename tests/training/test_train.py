@@ -217,8 +217,10 @@ def test_a_finished_run_of_muon_is_made_longer_and_one_of_adamw_is_refused_with_
     train(recipe(folder, "short-wsd", *wsd, "run.steps=12"))
     train(recipe(folder, "long-wsd", *wsd, "run.steps=12"))
     assert result(folder / "short-wsd") == result(folder / "long-wsd")
+    recorded = (folder / "undisturbed" / "recipe.json").read_text()
     with pytest.raises(TrainingError, match=r"trained for 8 steps and cannot become a run of 9: .*drafter\.from"):
         train(recipe(folder, "undisturbed", "run.steps=9"))
+    assert (folder / "undisturbed" / "recipe.json").read_text() == recorded
 
 
 def test_a_run_starts_from_given_weights(undisturbed, folder):

@@ -67,7 +67,7 @@ class Run:
         self.optimizer = Optimizer(model.trainable_parameters(), settings.optimizer, settings.steps)
         if ranks.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            begun = load_checkpoint(_continue_from(folder, settings), model, self.optimizer)
+            begun = load_checkpoint(checkpoint_to_continue(folder, settings), model, self.optimizer)
             truncate_log(folder, begun.step)
         else:
             begun = Progress()
@@ -197,7 +197,7 @@ def check_identity(folder: Path, identity: dict[str, Any] | None, may_change: Co
         )
 
 
-def _continue_from(folder: Path, settings: FitSettings) -> Path:
+def checkpoint_to_continue(folder: Path, settings: FitSettings) -> Path:
     """The checkpoint to continue from: the last, or the one before the decay if the run's length has changed.
 
     Raises :class:`~dflash.errors.TrainingError` if the steps done depend on the length that the run had.

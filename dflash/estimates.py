@@ -78,9 +78,14 @@ class BlockCosts:
 
     @classmethod
     def from_seconds(cls, seconds: Mapping[int, float]) -> "BlockCosts":
-        """Costs that were learned before, by :meth:`seconds`: their shape is known, their level less."""
+        """Costs that were learned before, by :meth:`seconds`: their shape is known, their level less.
+
+        Raises ``KeyError`` if a length is missing, and ``ValueError`` for a time that is not positive and finite.
+        """
         costs = cls()
         costs._mean = np.array([math.log(seconds[i - 1]) for i in range(LONGEST + 2)])
+        if not np.isfinite(costs._mean).all():
+            raise ValueError("A block takes a finite time.")
         costs._covariance = 0.3**2 + 9 * costs._drift
         costs._tried = set(range(LONGEST + 2))
         return costs
@@ -123,6 +128,31 @@ class DraftCosts:
     def known(self) -> bool:
         """Whether the two parts can be told from each other."""
         return self._others >= self.trials
+
+    def trial(self, most: int) -> int:
+        """Of ``most`` drafts and half of them, a number that tells the two parts from each other."""
+        return most if self._unit is None or most != self._unit[0] else max(1, most // 2)
+
+    def parts(self) -> tuple[float, float] | None:
+        """Seconds that are always paid, and those of each draft; ``None`` as long as they are not known."""
+        if self._unit is None or not self.known:
+            return None
+        drafts, seconds = self._unit
+        return float(self._mean[0]) * seconds, float(self._mean[1]) * seconds / drafts
+
+    @classmethod
+    def from_parts(cls, always: float, each: float) -> "DraftCosts":
+        """Costs that were learned before, by :meth:`parts`: their proportion is known, their level less.
+
+        Raises ``ValueError`` unless both are finite, neither is negative and one is positive.
+        """
+        if not (min(always, each) >= 0 and 0 < always + each < math.inf):
+            raise ValueError("Drafts take a finite time.")
+        costs = cls()
+        costs._others, costs._unit = cls.trials, (1, always + each)
+        costs._mean = np.array([always, each]) / (always + each)
+        costs._covariance = 0.3**2 * np.outer(costs._mean, costs._mean) + 9 * cls.drift * np.eye(2)
+        return costs
 
     def expected(self, drafts: int) -> float:
         """Seconds; 0 before anything was observed."""

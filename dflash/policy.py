@@ -239,17 +239,27 @@ class Adaptive(Policy):
         return dict(self._why)
 
     def save(self, path: str | Path) -> None:
-        """Write the costs learned so far to a JSON file, for :meth:`load` on the same machine with the same models."""
-        write_json(Path(path), {name: source.costs.seconds() for name, source in self._sources.items()})
+        """Write the costs learned so far to a JSON file, for :meth:`load` on the same machine with the same models.
+
+        They are what blocks take and, where it is known, what drafts do; what texts brought is not among them.
+        """
+        costs = {
+            name: {"blocks": source.costs.seconds(), "drafting": source.drafting.parts()}
+            for name, source in self._sources.items()
+            if source.costs.known
+        }
+        write_json(Path(path), costs)
 
     @classmethod
     def load(cls, path: str | Path) -> "Adaptive":
         """A policy that begins with saved costs. Raises :class:`~dflash.errors.DFlashError` for another file."""
         policy = cls()
         try:
-            for name, seconds in read_json(Path(path)).items():
-                costs = BlockCosts.from_seconds({int(drafts): float(time) for drafts, time in seconds.items()})
-                policy._sources[name] = _Source(costs, nap=policy._first_nap)
+            for name, saved in read_json(Path(path)).items():
+                source = policy._source(name)
+                source.costs = BlockCosts.from_seconds({int(k): float(time) for k, time in saved["blocks"].items()})
+                if saved["drafting"] is not None:
+                    source.drafting = DraftCosts.from_parts(*saved["drafting"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DFlashError(f"{path} holds no costs of blocks; expected a file that Adaptive.save wrote.") from error
         return policy
@@ -289,7 +299,6 @@ class _Source:
     nap: int = 0
     recent: _Rate = field(default_factory=lambda: _Rate(RECENT))
     usual: _Rate = field(default_factory=lambda: _Rate(USUAL))
-    tries: int = 0
     worth: list[float] = field(default_factory=list)
     """Mean of the last blocks, by the number of drafts to choose from."""
 
@@ -335,11 +344,8 @@ class _Source:
 
     def draft_length(self, most: int) -> int:
         """The number of drafts, 1 to ``most``, that was worth most beyond what drafting them costs."""
-        known = min(most, len(self.worth) - 1)
-        if known < 1 or not (rate := self.usual.tokens_per_second) or not self.drafting.expected(1):
-            return most
-        if not self.drafting.known:  # a block of half the length tells what a draft costs
-            self.tries += 1
-            return most if self.tries % 2 else max(1, most // 2)
-        best = max(range(1, known + 1), key=lambda n: self.worth[n] - rate * self.drafting.expected(n))
+        if not self.drafting.known:
+            return self.drafting.trial(most)
+        known, rate = min(most, len(self.worth) - 1), self.usual.tokens_per_second
+        best = max(range(1, known + 1), key=lambda n: self.worth[n] - rate * self.drafting.expected(n), default=known)
         return most if best == known else best

@@ -1,5 +1,6 @@
 """A policy finds the number of drafts that commits most tokens per second, and never changes the text."""
 
+import json
 import math
 import random
 from statistics import NormalDist
@@ -149,9 +150,29 @@ def test_saved_costs_are_known_from_the_first_block_on(tmp_path):
     loaded = Adaptive.load(tmp_path / "costs.json")
     assert loaded.verify_length(Drafts(BLOCK - 1, [0.9] + [0.1] * 14)) < 4
     assert Adaptive().verify_length(Drafts(BLOCK - 1, [0.9] + [0.1] * 14)) == BLOCK - 1
-    (tmp_path / "costs.json").write_text('{"": {"1": "no"}}')
+
+
+DAMAGED = {
+    "words": lambda saved: {"": {"1": "no"}},
+    "no drafting": lambda saved: {"": {"blocks": saved["blocks"]}},
+    "one number of two": lambda saved: {"": saved | {"drafting": [0.1]}},
+    "drafts that take no time": lambda saved: {"": saved | {"drafting": [0.0, 0.0]}},
+    "a draft that is not a number": lambda saved: {"": saved | {"drafting": [0.1, math.nan]}},
+    "a block that takes no time": lambda saved: {"": saved | {"blocks": saved["blocks"] | {"3": 0.0}}},
+    "a block without end": lambda saved: {"": saved | {"blocks": saved["blocks"] | {"3": math.inf}}},
+    "a length is missing": lambda saved: {"": saved | {"blocks": {"3": 0.1}}},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_costs_are_refused(tmp_path, name):
+    policy, path = Adaptive(), tmp_path / "costs.json"
+    drafts_asked(policy, 10, 0.01, 0.01)
+    policy.save(path)
+    Adaptive.load(path)
+    path.write_text(json.dumps(DAMAGED[name](json.loads(path.read_text())[""])))
     with pytest.raises(DFlashError, match="holds no costs of blocks"):
-        Adaptive.load(tmp_path / "costs.json")
+        Adaptive.load(path)
 
 
 def test_a_pass_that_is_built_is_taken_where_another_would_gain_less_than_its_building():
@@ -342,12 +363,10 @@ def blocks_of(decoder: DFlashSpeculativeDecoder, **options) -> list[list[int]]:
 # --- how many drafts to ask for --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fixed", "each", "fewest", "most"), [(0.01, 0.0, 12, 15), (0.0, 0.02, 1, 4)])
-def test_drafts_that_cost_something_each_are_asked_for_while_they_pay(fixed, each, fewest, most):
-    """Of chances of 0.9 nearly all drafts pay if they are there, and few if each costs half a plain step."""
-    policy, rng = Adaptive(), random.Random(0)
-    asked = []
-    for _ in range(200):
+def drafts_asked(policy: Policy, blocks: int, fixed: float, each: float) -> list[int]:
+    """Of each block, where ``n`` drafts take ``fixed + each * n`` seconds and each has a chance of 0.9."""
+    rng, asked = random.Random(0), []
+    for _ in range(blocks):
         n = policy.draft_length(BLOCK - 1)
         drafting = fixed + each * n
         k = policy.verify_length(Drafts(n, [0.9] * n))
@@ -357,4 +376,25 @@ def test_drafts_that_cost_something_each_are_asked_for_while_they_pay(fixed, eac
         while policy.sleep():
             policy.observe(BlockRecord(0, 0, 0, 0, None, 0.04, asleep=True))
         asked.append(n)
-    assert fewest <= np.median(asked[50:]) <= most
+    return asked
+
+
+@pytest.mark.parametrize(("fixed", "each", "fewest", "most"), [(0.01, 0.0, 12, 15), (0.0, 0.02, 1, 4)])
+def test_drafts_that_cost_something_each_are_asked_for_while_they_pay(fixed, each, fewest, most):
+    """Of chances of 0.9 nearly all drafts pay if they are there, and few if each costs half a plain step."""
+    assert fewest <= np.median(drafts_asked(Adaptive(), 200, fixed, each)[50:]) <= most
+
+
+def test_a_loaded_policy_knows_what_was_saved_and_tries_no_lengths_anew(tmp_path):
+    policy = Adaptive()
+    assert drafts_asked(policy, 100, 0.0, 0.02)[:4] == [15, 7, 7, 7], "what a draft costs is found by trying"
+    policy.save(tmp_path / "costs.json")
+    loaded = Adaptive.load(tmp_path / "costs.json")
+    for count in range(BLOCK):
+        assert loaded._sources[""].costs.expected(count) == pytest.approx(policy._sources[""].costs.expected(count))
+        assert loaded._sources[""].drafting.expected(count) == (
+            pytest.approx(policy._sources[""].drafting.expected(count))
+        )
+    asked = drafts_asked(loaded, 60, 0.0, 0.02)
+    assert max(asked[1:]) < 7, "one block tells what drafts are worth"
+    assert 1 <= np.median(asked) <= 4

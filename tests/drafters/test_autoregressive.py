@@ -250,8 +250,8 @@ def test_a_path_that_holds_a_language_model_is_one_that_drafts(tmp_path, archite
     (folder / "config.json").write_text(json.dumps(config))
     draft = load_drafter(folder)
     assert isinstance(draft, AutoregressiveDrafter)
-    assert draft.block_size == 5
-    decoder = DFlashSpeculativeDecoder(load_target(folder), draft)
-    responses = list(decoder.stream_generate([65, 66, 67], max_tokens=21))
-    assert [len(r.drafted) for r in responses] == [0, 4, 4, 4, 4]
-    assert [r.accepted for r in responses] == [0, 4, 4, 4, 4]
+    assert draft.block_size == 9
+    decoder = DFlashSpeculativeDecoder(load_target(folder), draft, policy="full")
+    responses = list(decoder.stream_generate([65, 66, 67], max_tokens=28))
+    assert [len(r.drafted) for r in responses] == [0, 8, 8, 8]
+    assert [r.accepted for r in responses] == [0, 8, 8, 8]

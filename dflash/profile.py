@@ -22,9 +22,13 @@ class LengthUse:
     why: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def means(self) -> dict[str, float]:
-        """A block's averages: ``accepted``, ``committed``, ``seconds``, and what the policy expected, by its names."""
+        """A block's averages: ``accepted``, ``committed`` and ``seconds``."""
         sums = {"accepted": self.accepted, "committed": self.committed, "seconds": self.seconds}
-        return {name: value / self.blocks for name, value in sums.items()} | {k: fmean(v) for k, v in self.why.items()}
+        return {name: value / self.blocks for name, value in sums.items()}
+
+    def expected(self) -> dict[str, float]:
+        """What the policy expected of a block, by its own names, on average."""
+        return {name: fmean(values) for name, values in self.why.items()}
 
 
 @dataclass
@@ -62,7 +66,10 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        lengths = [{"verified": k, "blocks": use.blocks} | use.means() for k, use in sorted(self.lengths.items())]
+        lengths = [
+            {"verified": k, "blocks": use.blocks, **use.means(), "why": use.expected()}
+            for k, use in sorted(self.lengths.items())
+        ]
         return {
             "seconds": self.seconds,
             "blocks": self.blocks,

@@ -8,6 +8,8 @@ from support.cli import assert_one_error, invoke
 from support.models import writer
 
 from dflash.cli import loading
+from dflash.cli.blocks import print_profile
+from dflash.profile import Profile
 from dflash.trace import read_records
 
 TEXT = "one two\nthree\tfour five six"
@@ -74,6 +76,23 @@ def test_a_profile_shows_parts_and_lengths_and_goes_into_json(generate):
     assert {length["verified"] for length in profile["lengths"]} <= {0, 1, 2, 3}
     assert profile["blocks"] == sum(length["blocks"] for length in profile["lengths"])
     assert "profile" not in json.loads(generate("--json").stdout)
+
+
+def test_a_profile_fits_80_columns_with_what_the_policy_expected(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    profile, why = Profile(), {"tokens": 8.12345, "seconds": 0.0151234, "usual_tokens_per_second": 512.345}
+    parts = {"draft": 0.0123456, "verify": 0.1234567, "rewind": 0.0012345, "host": 0.01}
+    block = {"record": "block", "seconds": parts, "verified": 15, "accepted": 9, "tokens": [0] * 10, "why": why}
+    for number in range(1, 12345):
+        profile(block | {"number": number, "asleep": False})
+    profile(block | {"number": 12345, "asleep": True, "seconds": {"plain": 0.1, "host": 0.0}})
+    print_profile(profile)
+    shown = capsys.readouterr().err
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    rows = [re.findall(r"[\w./]+", line) for line in shown.splitlines()]
+    assert ["15", "12344", "9.00", "10.00", "137.04", "8.123", "512.3"] in rows
+    assert ["verified", "blocks", "accepted", "committed", "ms", "tokens", "tokens/s"] in rows
 
 
 def test_a_trace_names_the_models_of_the_command(generate, tmp_path):

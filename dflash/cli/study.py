@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+_CELLS_NOTE = "acceptance length: of all prompts together; tokens/s, and over plain: the median over prompts."
+_EFFECTS_NOTE = (
+    "ratio of acceptance_length: of the cells' own; of tokens_per_s: the median over prompts of each prompt's ratio, "
+    "which need not be that of the cells' medians; of several pairs: their geometric mean."
+)
+
 
 class _WithSettings(TyperCommand):
     """A command whose help lists every key of a study."""
@@ -80,8 +86,10 @@ def ablate(
         print(json.dumps({"cells": rows, "effects": [e.row() for e in found], "files": [str(f) for f in files]}))
         return
     print_rich(_cells_table(rows, list(checked.factors)))
+    print(_CELLS_NOTE)
     if found:
         print_rich(_effects_table(found))
+        print(_EFFECTS_NOTE)
     print("\n".join(str(file) for file in files))
 
 

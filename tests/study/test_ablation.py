@@ -185,7 +185,12 @@ def test_the_command_leaves_tables_plots_and_commands_that_make_a_cell_again(wri
     for name in ("acceptance_length", "tokens", "parameters", "heldout_loss"):
         assert cell[name] == same[name], name
     assert_one_error(invoke("ablate", file, "--only", "nobody"), "The study has no cell 'nobody'")
-    assert "not told apart" in invoke("ablate", file).stdout or "too few prompts" in invoke("ablate", file).stdout
+    shown = invoke("ablate", file).stdout
+    assert "not told apart" in shown or "too few prompts" in shown
+    assert [line.partition(":")[0] for line in shown.splitlines() if "median over prompts" in line] == [
+        "acceptance length",
+        "ratio of acceptance_length",
+    ]
 
 
 def test_a_dry_run_prints_cells_and_the_expected_time_and_trains_nothing(write, tmp_path):

@@ -197,9 +197,10 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     proposal = _propose(run, state, length)
     drafted_at = time.perf_counter()
     choice = _choose_pass(run, state, proposal)
-    one, confidence = choice.chosen, choice.confidence
+    one = choice.chosen
     inspected = run.inspect(proposal, one.logits_LV) if run.inspect else None
-    mx.async_eval(one.logits_LV, one.features, inspected)
+    mx.async_eval(choice.chances_L, one.logits_LV, one.features, inspected)
+    launched_at = time.perf_counter()
     verified = run.verify(one.proposal, one.logits_LV, run.sampler)
 
     drafted = token_ids(one.proposal.tokens[0])
@@ -224,9 +225,10 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
             verified=len(drafted),
             accepted=verified.accepted,
             matched=sum(known.values()),
-            confidence=confidence,
+            confidence=None if choice.chances_L is None else cast(list[float], choice.chances_L.tolist()),
             seconds=times.total - choice.rebuilding,
             drafting=0.0 if choice.known_at is None else choice.known_at - began,
+            choosing=0.0 if choice.known_at is None else launched_at - choice.known_at,
             source=proposal.source,
             parents=proposal.parents,
             outcomes=known,
@@ -319,13 +321,14 @@ def _propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The pass that verifies, and the drafter's confidence where the policy reads it.
+    """The pass that verifies, and the chances of the drafts where the policy learns from them.
 
-    The confidence was there at ``known_at``; ``rebuilding`` are the seconds of building a pass of another length.
+    If the policy waited for them, they were there at ``known_at``; ``rebuilding`` are the seconds of building a pass
+    of another length.
     """
 
     chosen: _Pass
-    confidence: list[float] | None = None
+    chances_L: mx.array | None
     known_at: float | None = None
     rebuilding: float = 0.0
 
@@ -333,15 +336,15 @@ class _Choice:
 def _choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Choice:
     """The pass over as many drafts as the policy says.
 
-    A pass of the last block's length is built before the confidence is known, so that the device need not wait for
-    the host afterwards; if the policy wants another length, it is built anew.
+    If the policy waits for the drafter's confidence, a pass of the last block's length is built meanwhile, so that the
+    device need not wait for the host afterwards; if the policy then wants another length, it is built anew.
     """
     proposed = proposal.tokens.shape[1]
     # Drafts that were drawn must be verified whatever they are: to look at them first would prefer some.
     chances_L = proposal.acceptance_chances() if run.policy.reads_confidence and proposal.log_q is None else None
-    if chances_L is None:
+    if chances_L is None or not run.policy.waits_for_confidence(proposal.source):
         length = run.policy.verify_length(Drafts(proposed, None, proposal.source, proposal.parents))
-        return _Choice(_build_pass(run, state, proposal.first(length)))
+        return _Choice(_build_pass(run, state, proposal.first(length)), chances_L)
     mx.async_eval(chances_L)
     undo, began = state.target_cache.undo_point(), time.perf_counter()
     guess = proposed if state.last_length is None else min(state.last_length, proposed)
@@ -350,11 +353,11 @@ def _choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Choi
     drafts = Drafts(proposed, confidence, proposal.source, proposal.parents, guess, building)
     length = run.policy.verify_length(drafts)
     if length == guess:
-        return _Choice(one, confidence, known_at)
+        return _Choice(one, chances_L, known_at)
     undo()
     began = time.perf_counter()
     one = _build_pass(run, state, proposal.first(length))
-    return _Choice(one, confidence, known_at, time.perf_counter() - began)
+    return _Choice(one, chances_L, known_at, time.perf_counter() - began)
 
 
 def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Pass:

@@ -53,6 +53,7 @@ class BlockRecord:
         asleep: Whether this was a plain step, for which no drafter was asked.
         parents: As in :class:`Drafts`.
         drafting: The part of ``seconds`` until the drafts were known; 0 where nobody waited for them.
+        choosing: Seconds from then until the pass that verifies them was under way; 0 where nobody waited.
         outcomes: Of the drafts that follow what was committed, verified or not, whether each is what was committed
             next; ``None``: as ``matched`` says of a chain.
     """
@@ -68,6 +69,7 @@ class BlockRecord:
     parents: Sequence[int] | None = None
     outcomes: Mapping[int, bool] | None = None
     drafting: float = 0.0
+    choosing: float = 0.0
 
     @property
     def compared(self) -> int:
@@ -79,7 +81,7 @@ class Policy:
     """Drafts always and verifies every draft. A policy of one's own overrides what it wants otherwise."""
 
     reads_confidence = False
-    """Whether :meth:`verify_length` needs the drafter's probabilities: one more wait for the device in each block."""
+    """Whether the policy is told the drafter's probabilities."""
 
     def begin(self) -> None:
         """A new text begins."""
@@ -94,6 +96,13 @@ class Policy:
     def draft_length(self, most: int) -> int:
         """How many drafts to ask the drafter for, 1 to ``most``."""
         return most
+
+    def waits_for_confidence(self, source: str) -> bool:
+        """Of one that reads them: whether :meth:`verify_length` needs the probabilities of drafts from ``source``.
+
+        That is one more wait for the device in this block. Otherwise only :meth:`observe` gets them.
+        """
+        return True
 
     def verify_length(self, drafts: Drafts) -> int:
         """How many of the drafts to verify, counted from the first."""
@@ -148,6 +157,9 @@ class Adaptive(Policy):
     The drafter is asked for as many drafts as paid in the last blocks, by what each draft costs before it is verified:
     of a block-diffusion model nearly all, of a model that writes them one after another only a few.
 
+    To know the drafter's probabilities before the pass costs a wait for the device. Where the choices that they allow
+    gained less in the last blocks, each block verifies the number that was worth most on average.
+
     Costs and chances are learned for each source of drafts by itself, and kept from text to text.
     """
 
@@ -184,19 +196,22 @@ class Adaptive(Policy):
         source = self._sources.get(self._last_source)
         return most if source is None else source.draft_length(most)
 
+    def waits_for_confidence(self, source: str) -> bool:
+        """As long as choices by the probabilities gain more than the wait for them costs."""
+        return self._source(source).waiting_pays()
+
     def verify_length(self, drafts: Drafts) -> int:
         """The length that commits most tokens per second; all of the first block, which tells what that costs."""
         self._last_source = drafts.source
         source = self._source(drafts.source)
         if not source.costs.known:
             return drafts.count
-        tokens = list(source.expected_tokens(drafts.count, drafts.confidence, drafts.parents))
-        hoped = [source.costs.hoped(k) for k in range(len(tokens))]
-        seconds = [hoped[k] + (drafts.building if k != drafts.built else 0.0) for k in range(len(tokens))]
-        drafting = source.drafting.expected(drafts.count)
-        usual = source.usual.tokens_per_second or max(t / (s + drafting) for t, s in zip(tokens, seconds, strict=True))
+        if drafts.confidence is None and not source.waiting_pays():
+            self._why = {"usual_tokens_per_second": source.usual.tokens_per_second}
+            return source.usual_length(drafts.count)
+        tokens, seconds, usual = source.judge(drafts.count, drafts.confidence, drafts.parents)
+        seconds = [s + (drafts.building if k != drafts.built else 0.0) for k, s in enumerate(seconds)]
         best = max(range(len(tokens)), key=lambda k: tokens[k] - usual * seconds[k])
-        source.remember_worth([t - usual * s for t, s in zip(tokens, hoped, strict=True)])
         self._why = {"tokens": tokens[best], "seconds": seconds[best], "usual_tokens_per_second": usual}
         return best
 
@@ -268,6 +283,9 @@ class Adaptive(Policy):
 RECENT, USUAL = 0.87, 0.95
 """What a block counts in proportion to the next one, in the mean that puts a drafter to sleep and in the long one."""
 
+ENOUGH = 8
+"""Blocks, the older ones counted less, from which it is known whether to wait for the probabilities pays."""
+
 FURTHER = 0.7
 """What a draft that was not asked for is expected to be worth, in proportion to the one before it."""
 
@@ -290,6 +308,18 @@ class _Rate:
 
 
 @dataclass
+class _Mean:
+    """Of the last blocks; older ones count less."""
+
+    mean: float = 0.0
+    blocks: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.blocks = USUAL * self.blocks + 1
+        self.mean += (value - self.mean) / self.blocks
+
+
+@dataclass
 class _Source:
     """What is known of one source of drafts."""
 
@@ -301,6 +331,14 @@ class _Source:
     usual: _Rate = field(default_factory=lambda: _Rate(USUAL))
     worth: list[float] = field(default_factory=list)
     """Mean of the last blocks, by the number of drafts to choose from."""
+    value: list[float] = field(default_factory=list)
+    """Mean of the last blocks, by the number of drafts verified."""
+    gained: _Mean = field(default_factory=_Mean)
+    """Tokens that a choice by the probabilities is worth, beyond what the usual length is."""
+    waited: _Mean = field(default_factory=_Mean)
+    """Seconds that such a choice costs."""
+    judged: bool = False
+    """Whether :meth:`judge` has seen the block that is being decoded."""
 
     def expected_tokens(
         self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
@@ -319,11 +357,45 @@ class _Source:
         """What ``block`` was worth by all that is known now: less chance is in it than in what it committed."""
         return max(self.expected_tokens(block.verified, block.confidence, block.parents))
 
+    def judge(
+        self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
+    ) -> tuple[list[float], list[float], float]:
+        """Of a block that verifies 0, 1, .. ``count`` drafts, the tokens expected and the seconds hoped for.
+
+        The last is what the time of a block usually brings, in tokens per second. What this block says is remembered.
+        """
+        tokens = list(self.expected_tokens(count, confidence, parents))
+        seconds = [self.costs.hoped(k) for k in range(count + 1)]
+        drafting = self.drafting.expected(count)
+        usual = self.usual.tokens_per_second or max(t / (s + drafting) for t, s in zip(tokens, seconds, strict=True))
+        worth = [t - usual * s for t, s in zip(tokens, seconds, strict=True)]
+        if self.value:
+            self.gained.add(max(worth) - worth[self.usual_length(count)])
+        self.remember_worth(worth)
+        self.value = [*_averaged(self.value, worth), *(self.value or worth)[len(worth) :]]
+        self.judged = True
+        return tokens, seconds, usual
+
+    def usual_length(self, most: int) -> int:
+        """The number of drafts, 0 to ``most``, that was worth most to verify on average."""
+        known = range(min(most + 1, len(self.value)))
+        return max(known, key=self.value.__getitem__, default=most)
+
+    def waiting_pays(self) -> bool:
+        """Whether a block's probabilities gain more than the wait for them costs; true as long as nobody knows."""
+        known = self.drafting.known and self.waited.blocks and self.gained.blocks >= ENOUGH
+        return not known or self.gained.mean > self.usual.tokens_per_second * self.waited.mean
+
     def learn(self, block: BlockRecord) -> None:
         """The block's time, and every draft of which it is known whether the target would have written it."""
-        self.costs.observe(block.verified, block.seconds - block.drafting)
+        if not self.judged and self.costs.known:
+            self.judge(block.drafted, block.confidence, block.parents)
+        self.judged = False
+        self.costs.observe(block.verified, block.seconds - (block.drafting or self.drafting.expected(block.drafted)))
         if block.drafting:
             self.drafting.observe(block.drafted, block.drafting)
+        if block.choosing:
+            self.waited.add(block.choosing)
         reached = range(min(block.matched + 1, block.compared))
         outcomes = {i: i < block.matched for i in reached} if block.outcomes is None else block.outcomes
         for i, accepted in outcomes.items():
@@ -339,8 +411,7 @@ class _Source:
         while len(best) < len(self.worth):
             gain *= FURTHER
             best.append(best[-1] + gain)
-        old = self.worth + best[len(self.worth) :]
-        self.worth = [RECENT * before + (1 - RECENT) * now for before, now in zip(old, best, strict=True)]
+        self.worth = _averaged(self.worth, best)
 
     def draft_length(self, most: int) -> int:
         """The number of drafts, 1 to ``most``, that was worth most beyond what drafting them costs."""
@@ -349,3 +420,8 @@ class _Source:
         known, rate = min(most, len(self.worth) - 1), self.usual.tokens_per_second
         best = max(range(1, known + 1), key=lambda n: self.worth[n] - rate * self.drafting.expected(n), default=known)
         return most if best == known else best
+
+
+def _averaged(before: list[float], now: list[float]) -> list[float]:
+    """Means of the last blocks, by the numbers of drafts that ``now`` has; those that are new begin with it."""
+    return [RECENT * b + (1 - RECENT) * n for b, n in zip(before + now[len(before) :], now, strict=False)]

@@ -35,12 +35,13 @@ def sigmoid(x: float) -> float:
 class World:
     """Blocks whose drafts survive with a known chance, at known costs; both change after ``CHANGE`` tokens.
 
-    A draft is accepted with ``sigmoid(z)``; the drafter says ``sigmoid(z + too_sure)`` of it.
+    A draft is accepted with ``sigmoid(z)``; the drafter says ``sigmoid(z + too_sure)`` of it, and ``wait`` seconds pass
+    where a policy waits for that.
     """
 
-    def __init__(self, seed: int, levels: tuple[float, float], too_sure: tuple[float, float]):
+    def __init__(self, seed: int, levels: tuple[float, float], too_sure: tuple[float, float], wait: float = 0.0):
         self.random, self.blocks = random.Random(seed), 0.37 * seed
-        self.levels, self.too_sure = levels, too_sure
+        self.levels, self.too_sure, self.wait = levels, too_sure, wait
 
     def seconds(self, k: int, at: float) -> float:
         """Of a block that verifies ``k`` drafts."""
@@ -83,10 +84,15 @@ def speed(world: World, policy: Policy, tokens: int = 2 * CHANGE) -> float:
             policy.observe(BlockRecord(0, 0, 0, 0, None, spent * world.noise(), asleep=True))
         else:
             confidence, chances = world.block(at)
-            k = policy.verify_length(Drafts(BLOCK - 1, confidence))
-            spent, committed, hits = world.seconds(k, at), expected_tokens(chances)[k], world.accepted(chances)
-            noisy = spent * world.noise()
-            policy.observe(BlockRecord(BLOCK - 1, k, min(hits, k), min(hits, k + 1), confidence, noisy))
+            count = policy.draft_length(BLOCK - 1)
+            confidence, chances = confidence[:count], chances[:count]
+            told = policy.reads_confidence and policy.waits_for_confidence("")
+            k = policy.verify_length(Drafts(count, confidence if told else None))
+            wait = world.wait if told else 0.0
+            spent, committed, hits = world.seconds(k, at) + wait, expected_tokens(chances)[k], world.accepted(chances)
+            noisy, matched = spent * world.noise(), min(hits, k + 1, count)
+            waited = {"drafting": 0.01 * noisy / spent, "choosing": wait} if told else {}
+            policy.observe(BlockRecord(count, k, min(hits, k), matched, confidence, noisy, **waited))
         at, seconds = at + committed, seconds + spent
     return at / seconds
 
@@ -135,6 +141,16 @@ def test_adaptive_is_faster_than_the_best_fixed_length_where_blocks_differ():
     world = (2.5, 0.5), (0.0, 2.0)
     fixed = max(speed(World(0, *world), Fixed(k)) for k in (2, 3, 5, 7, 11, 15))
     assert speed(World(0, *world), Adaptive()) > 1.05 * fixed
+
+
+def test_adaptive_waits_for_the_probabilities_where_they_gain_more_than_that_costs():
+    alike = (5.0, 5.0), (0.0, 0.0), 0.01  # nearly every draft is right, and to wait costs a tenth of a block
+    best = max(speed(World(0, *alike), Fixed(k)) for k in (3, 7, 11, 15))
+    assert speed(World(0, *alike), Adaptive()) > 0.98 * best
+    mixed = (1.0, 1.0), (1.0, 1.0), 0.002
+    waiting, policy = type("Waiting", (Adaptive,), {"waits_for_confidence": lambda *_: True})(), Adaptive()
+    assert speed(World(0, *mixed), policy) > 0.98 * speed(World(0, *mixed), waiting)
+    assert policy.waits_for_confidence("")
 
 
 def test_a_worthless_drafter_costs_adaptive_at_most_three_percent():
@@ -274,8 +290,40 @@ class Dozing(Policy):
         self.left = self.left - 1 if block.asleep else 3
 
 
+class Patient(Policy):
+    """Learns the probabilities in every block, and waits for them in every other one."""
+
+    reads_confidence = True
+
+    def __init__(self):
+        self.told, self.blocks = [], []
+
+    def waits_for_confidence(self, source):
+        return len(self.blocks) % 2 == 1
+
+    def verify_length(self, drafts):
+        self.told.append(drafts.confidence)
+        return min(5, drafts.count)
+
+    def observe(self, block):
+        self.blocks.append(block)
+
+
+def test_who_does_not_wait_for_the_probabilities_learns_them_after_the_block():
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2))
+    policy = Patient()
+    decoder.spec_generate([3, 1, 4, 1, 5], 20, policy=policy, stop_token_ids=[])
+    drafted = [i for i, block in enumerate(policy.blocks) if block.drafted]
+    assert len(drafted) > 2
+    for i in drafted:
+        told, block = policy.told[i], policy.blocks[i]
+        assert len(block.confidence) == block.drafted
+        assert told == (block.confidence if i % 2 else None)
+        assert (block.choosing > 0) == (block.drafting > 0) == (i % 2 == 1)
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
-@pytest.mark.parametrize("policy", [lambda: Fixed(0), lambda: Fixed(3), Adaptive, Dozing])
+@pytest.mark.parametrize("policy", [lambda: Fixed(0), lambda: Fixed(3), Adaptive, Dozing, Patient])
 def test_no_policy_changes_the_text(kind, policy):
     expected, lead = plain_greedy(target(kind, 1).model, [3, 1, 4, 1, 5], 40)
     assert lead > 1e-4

@@ -55,13 +55,21 @@ FORMAT = 1
 TOP = 4
 """How many of the likeliest tokens are recorded for each position."""
 
+WRITE_EVERY = 1.0
+"""Seconds between two writes of a :class:`TraceFile`."""
+
 Record = dict[str, Any]
 Trace = Callable[[Record], object]
 """Gets the records of a request one after another: ``list.append``, a :class:`TraceFile`, or one's own."""
 
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+
 
 class TraceFile:
-    """Writes records to a JSONL file as they come, a line each; as a :data:`Trace` it takes any number of requests.
+    """Writes records to a JSONL file, a line each; as a :data:`Trace` it takes any number of requests.
+
+    Lines are written together, once a second and at the end of each request: that costs a third of writing each as it
+    comes. A process that is killed loses the last second; :func:`read_records` passes over a line cut in two.
 
     Args:
         path: A file that exists is replaced.
@@ -72,6 +80,8 @@ class TraceFile:
 
     def __init__(self, path: str | Path, **about: Any):
         self._about = about
+        self._waiting: list[Record] = []
+        self._written_at = -WRITE_EVERY
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed by `close`
@@ -79,14 +89,21 @@ class TraceFile:
             raise OSError(f"Cannot write the trace {path}: {error.strerror or error}.") from error
 
     def __call__(self, record: Record) -> None:
-        """Write one record."""
-        if record["record"] == "request":
-            record = record | self._about
-        self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
-        self._file.flush()
+        """Take one record."""
+        self._waiting.append(record | self._about if record["record"] == "request" else record)
+        if record.get("finish_reason") or time.monotonic() - self._written_at >= WRITE_EVERY:
+            self._write()
 
     def close(self) -> None:
-        self._file.close()
+        """Write what waits, and close the file."""
+        if not self._file.closed:
+            with self._file:
+                self._write()
+
+    def _write(self) -> None:
+        self._file.write("".join(_encode(record) + "\n" for record in self._waiting))
+        self._file.flush()
+        self._waiting, self._written_at = [], time.monotonic()
 
     def __enter__(self) -> "TraceFile":
         return self
@@ -274,87 +291,109 @@ def inspect(proposal: Proposal, logits_LV: mx.array) -> dict[str, mx.array]:
     On a CPU these are the logits themselves, of which numpy finds the likeliest tokens fifteen times as quickly as
     MLX. On other devices the search stays on the device, and a few numbers a position leave it.
     """
-    drafts_N = proposal.tokens[0]
-    arrays = {"drafts": drafts_N}
+    arrays = {"drafts": proposal.tokens[0]}
     if proposal.confidence is not None:
         arrays["confidence"] = proposal.confidence[0].astype(mx.float32)
+    if proposal.parents is not None:
+        arrays["parents"] = mx.array(proposal.parents)
     scores = proposal.logits if proposal.log_q is None else proposal.log_q
-    if scores is not None and drafts_N.size:
-        columns_N = drafts_N
+    if scores is not None and proposal.tokens.size:
+        arrays["draft_scores"] = scores[0].astype(mx.float32)
         if proposal.candidates is not None:
             arrays["candidates"] = proposal.candidates[0]
-            columns_N = mx.argmax(proposal.candidates[0] == drafts_N[:, None], axis=-1)
-        arrays |= _likeliest("draft", scores[0], columns_N)
-    checked = logits_LV.shape[0] - 1
-    if proposal.parents is not None:  # the rows at which drafts were checked, then all: one is that of the last token
-        arrays["parents"] = mx.array(proposal.parents)
-        rows = [*(parent + 1 for parent in proposal.parents[:checked]), *range(checked + 1)]
-        logits_LV = logits_LV[mx.array(rows)]
-    rest = mx.zeros((logits_LV.shape[0] - checked,), drafts_N.dtype)  # no draft was checked at the last position
-    return arrays | _likeliest("target", logits_LV, mx.concatenate([drafts_N[:checked], rest]))
-
-
-def _likeliest(name: str, scores_NV: mx.array, columns_N: mx.array) -> dict[str, mx.array]:
-    scores_NV = scores_NV.astype(mx.float32)
-    columns_N1 = mx.clip(columns_N, 0, scores_NV.shape[-1] - 1)[:, None]  # ids are checked by the decode loop
+    arrays["target_scores"] = logits_LV.astype(mx.float32)
     if on_cpu():
-        return {f"{name}_scores": scores_NV, f"{name}_columns": columns_N1}
-    own_N1 = mx.take_along_axis(scores_NV, columns_N1, axis=-1)
+        return arrays
+    for name in ("draft", "target"):
+        if f"{name}_scores" in arrays:
+            places = _places(mx, arrays, name)
+            own, top_NK, probabilities_NK = _likeliest(arrays.pop(f"{name}_scores"), *places)
+            arrays |= {f"{name}_own": own, f"{name}_top": top_NK, f"{name}_probabilities": probabilities_NK}
+    return arrays
+
+
+def _places(xp: Any, arrays: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """Row and column of each draft in the scores of drafter or target; ``xp`` is the module of ``arrays``."""
+    drafts_N, scores_NV = arrays["drafts"], arrays[f"{name}_scores"]
+    if name == "draft" and "candidates" in arrays:
+        return xp.arange(len(drafts_N)), xp.argmax(arrays["candidates"] == drafts_N[:, None], axis=-1)
+    checked = len(drafts_N) if name == "draft" else len(scores_NV) - 1
+    tree = name == "target" and "parents" in arrays
+    rows = arrays["parents"][:checked] + 1 if tree else xp.arange(checked)
+    # Ids are checked by the decode loop, but only once they are known; without a sign, a negative one is large.
+    return rows, xp.minimum(drafts_N[:checked].astype(xp.uint32), scores_NV.shape[-1] - 1)
+
+
+def _likeliest(scores_NV: mx.array, rows: mx.array, columns: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """The probabilities at ``rows`` and ``columns``, and of each row the likeliest tokens with theirs."""
     log_total_N1 = mx.logsumexp(scores_NV, axis=-1, keepdims=True)
+    own = mx.exp(scores_NV[rows, columns] - log_total_N1[rows, 0])
     everywhere_V, top, values, rest_NV = mx.arange(scores_NV.shape[-1]), [], [], scores_NV
     for _ in range(min(TOP, scores_NV.shape[-1])):
         best_N1 = mx.argmax(rest_NV, axis=-1, keepdims=True)
         top.append(best_N1)
         values.append(mx.take_along_axis(rest_NV, best_N1, axis=-1))
         rest_NV = mx.where(everywhere_V == best_N1, -mx.inf, rest_NV)
-    probabilities_NK = mx.exp(mx.concatenate(values, axis=-1) - log_total_N1)
-    own_N = mx.exp(own_N1 - log_total_N1)[:, 0]
-    return {
-        f"{name}_own": own_N,
-        f"{name}_top": mx.concatenate(top, axis=-1),
-        f"{name}_probabilities": probabilities_NK,
-    }
+    return own, mx.concatenate(top, axis=-1), mx.exp(mx.concatenate(values, axis=-1) - log_total_N1)
+
+
+def _likeliest_on_host(scores_NV: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, ...]:
+    """As :func:`_likeliest`; ``scores_NV`` is overwritten, since each pass over new memory costs."""
+    every_N, count, own = np.arange(len(scores_NV)), min(TOP, scores_NV.shape[-1]), scores_NV[rows, columns]
+    top_NK, values_NK = np.empty((len(scores_NV), count), np.int64), np.empty((len(scores_NV), count), np.float32)
+    for k in range(count):
+        top_NK[:, k] = best_N = scores_NV.argmax(axis=-1)
+        values_NK[:, k] = scores_NV[every_N, best_N]
+        scores_NV[every_N, best_N] = -np.inf
+    highest_N1 = values_NK[:, :1]
+    scores_NV -= highest_N1
+    likeliest_NK = np.exp(values_NK - highest_N1)
+    total_N = np.exp(scores_NV, out=scores_NV).sum(axis=-1) + likeliest_NK.sum(axis=-1)
+    return np.exp(own - highest_N1[rows, 0]) / total_N[rows], top_NK, likeliest_NK / total_N[:, None]
+
+
+def _search(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, ...]]:
+    """What :func:`_likeliest` finds in the scores of drafter and target, by name; searched together if equally wide."""
+    found = {}
+    for name in ("draft", "target"):
+        if f"{name}_top" in arrays:  # found on the device
+            found[name] = tuple(arrays[f"{name}_{key}"] for key in ("own", "top", "probabilities"))
+    names = [name for name in ("draft", "target") if f"{name}_scores" in arrays]
+    together = len({arrays[f"{name}_scores"].shape[-1] for name in names}) == 1
+    for group in [names] if together else [[name] for name in names]:
+        scores, places = [arrays[f"{name}_scores"] for name in group], [_places(np, arrays, name) for name in group]
+        first = len(scores[0])
+        rows = np.concatenate([own_rows + begin for (own_rows, _), begin in zip(places, (0, first), strict=False)])
+        all_found = _likeliest_on_host(np.concatenate(scores), rows, np.concatenate([columns for _, columns in places]))
+        for name, part in zip(group, (slice(first), slice(first, None)), strict=False):
+            found[name] = tuple(array[part] for array in all_found)
+    return found
 
 
 def _read(inspected: Mapping[str, mx.array], block: Block) -> Record:
     """The record's part that ``inspect`` prepared; the drafts of a tree in the order of the block's."""
-    arrays = {name: np.array(array) for name, array in inspected.items()}
+    arrays = {name: np.asarray(array) for name, array in inspected.items()}
+    found = _search(arrays)
+    checked = block.order[: len(block.drafted)]
     record: Record = {"drafts": arrays["drafts"][block.order].tolist()}
-    own_row = len(block.drafted)  # of the target's own token: the last, or that of the last accepted draft of a tree
-    if "parents" in arrays:
+    target_rows = [*range(len(checked) + 1)]
+    if "parents" in arrays:  # the rows at which drafts were checked, then that of the last accepted one
         new = {-1: -1} | {old: new for new, old in enumerate(block.order)}
         record["parents"] = [new[parent] for parent in arrays["parents"][block.order].tolist()]
-        own_row += block.order[block.accepted - 1] + 1 if block.accepted else 0
-    rows = {"draft": block.order, "target": [*block.order[: len(block.drafted)], own_row]}
+        last = block.order[block.accepted - 1] + 1 if block.accepted else 0
+        target_rows = [*(arrays["parents"][checked] + 1).tolist(), last]
     if "confidence" in arrays:
         record["confidence"] = _rounded(arrays["confidence"][block.order])
-    for name in ("draft", "target"):
-        if f"{name}_scores" in arrays:
-            own_N, top_NK, probabilities_NK = _likeliest_on_host(arrays[f"{name}_scores"], arrays[f"{name}_columns"])
-        elif f"{name}_top" in arrays:
-            own_N, top_NK, probabilities_NK = (arrays[f"{name}_{key}"] for key in ("own", "top", "probabilities"))
-        else:
+    for name, owns, rows in (("draft", block.order, block.order), ("target", checked, target_rows)):
+        if name not in found:
             continue
+        own, top_NK, probabilities_NK = found[name]
         if name == "draft" and "candidates" in arrays:
-            listed_N = (arrays["candidates"] == arrays["drafts"][:, None]).any(axis=-1)
-            own_N, top_NK = own_N * listed_N, np.take_along_axis(arrays["candidates"], top_NK, axis=-1)
-        own_N, top_NK, probabilities_NK = (array[rows[name]] for array in (own_N, top_NK, probabilities_NK))
-        record[f"{name}_probability"] = _rounded(own_N if name == "draft" else own_N[:-1])
-        record[f"{name}_top"] = {"tokens": top_NK.tolist(), "probabilities": _rounded(probabilities_NK)}
+            own = own * (arrays["candidates"] == arrays["drafts"][:, None]).any(axis=-1)
+            top_NK = np.take_along_axis(arrays["candidates"], top_NK, axis=-1)
+        record[f"{name}_probability"] = _rounded(own[owns])
+        record[f"{name}_top"] = {"tokens": top_NK[rows].tolist(), "probabilities": _rounded(probabilities_NK[rows])}
     return record
-
-
-def _likeliest_on_host(scores_NV: np.ndarray, columns_N1: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rows_N, count = np.arange(len(scores_NV)), min(TOP, scores_NV.shape[-1])
-    top_NK, rest_NV = np.empty((len(scores_NV), count), np.int64), scores_NV.copy()
-    for k in range(count):
-        top_NK[:, k] = rest_NV.argmax(axis=-1)
-        rest_NV[rows_N, top_NK[:, k]] = -np.inf
-    highest_N1 = scores_NV[rows_N, top_NK[:, 0]][:, None]
-    total_N1 = np.exp(scores_NV - highest_N1).sum(axis=-1, keepdims=True)
-    wanted = np.concatenate([columns_N1, top_NK], axis=-1)
-    probabilities = np.exp(np.take_along_axis(scores_NV, wanted, axis=-1) - highest_N1) / total_N1
-    return probabilities[:, 0], top_NK, probabilities[:, 1:]
 
 
 def _rounded(probabilities: np.ndarray) -> Any:

@@ -11,6 +11,7 @@ from support.models import TEXT_VOCAB, byte_tokenizer, random_drafter, target, w
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy, Proposal, TraceFile, trace
 from dflash.decode import Block, Decoding, decode_block, prefill
 from dflash.errors import DataError, GenerationError
+from dflash.profile import Profile
 from dflash.trace import TOP, read_records, shown_pieces
 
 PROMPT = [65, 66, 67]
@@ -185,18 +186,30 @@ def test_a_trace_of_another_kind_is_refused():
 # --- files ------------------------------------------------------------------------------------------------
 
 
-def test_a_file_holds_what_a_list_gets_a_line_a_record_as_it_goes(tmp_path):
-    path = tmp_path / "new" / "trace.jsonl"
-    with TraceFile(path, drafter="mine") as file:
-        lengths = []
-        for _ in random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file):
-            lengths.append(len(path.read_text().splitlines()))
-    assert lengths == list(range(2, len(lengths) + 2))
+@pytest.mark.parametrize("every", [0.0, 1e9])
+def test_a_file_holds_what_a_list_gets_a_line_a_record(tmp_path, monkeypatch, every):
+    """As it goes where the time between two writes is over, and at the end of the request in any case."""
+    monkeypatch.setattr(trace, "WRITE_EVERY", every)
+    path, lengths = tmp_path / "new" / "trace.jsonl", []
+    file = TraceFile(path, drafter="mine")
+    for _ in random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file):
+        lengths.append(len(path.read_text().splitlines()))
+    each = list(range(2, len(lengths) + 2))
+    assert lengths == (each if every == 0 else [1] * (len(each) - 1) + each[-1:])
+    file.close()
     request, *blocks = read_records(path)
     _, same, _ = traced(random_decoder(), max_tokens=20)
     timeless = [{k: v for k, v in b.items() if k not in ("seconds", "time")} for b in same]
     assert [{k: v for k, v in b.items() if k not in ("seconds", "time")} for b in blocks] == timeless
     assert (request["drafter"], request["target"]) == ("mine", "qwen3")
+
+
+def test_what_waits_is_written_when_the_caller_stops_early(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "WRITE_EVERY", 1e9)
+    responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=tmp_path / "trace.jsonl")
+    next(responses), next(responses)
+    responses.close()
+    assert [record.get("number") for record in read_records(tmp_path / "trace.jsonl")] == [None, 0, 1]
 
 
 def test_a_path_is_replaced_and_closed(tmp_path):
@@ -249,8 +262,19 @@ def test_seconds_by_part_add_up_to_the_time_of_the_request():
     drafted = [b for b in blocks[1:] if not b["asleep"]]
     assert profile.blocks == len(drafted)
     assert profile.lengths[3].accepted == sum(b["accepted"] for b in drafted if b["verified"] == 3)
-    assert profile.lengths[3].means()["blocks"] == np.mean([b["why"]["blocks"] for b in drafted if b["verified"] == 3])
+    assert profile.lengths[3].expected()["blocks"] == np.mean(
+        [b["why"]["blocks"] for b in drafted if b["verified"] == 3]
+    )
     json.dumps(profile.to_dict())
+
+
+def test_what_a_policy_expects_does_not_stand_for_what_was_measured():
+    profile, seconds = Profile(), {"draft": 0.01, "verify": 0.02, "rewind": 0.0, "host": 0.5}
+    block = {"record": "block", "number": 1, "asleep": False, "verified": 2, "accepted": 1, "tokens": [1, 2]}
+    profile(block | {"seconds": seconds, "why": {"seconds": 9.0, "blocks": 7.0}})
+    (length,) = profile.to_dict()["lengths"]
+    assert (length["seconds"], length["blocks"]) == (pytest.approx(0.03), 1)
+    assert length["why"] == {"seconds": 9.0, "blocks": 7.0}
 
 
 @pytest.mark.parametrize("profile", [False, True])

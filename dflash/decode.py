@@ -197,10 +197,9 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     proposal = _propose(run, state, length)
     drafted_at = time.perf_counter()
     choice = _choose_pass(run, state, proposal)
-    one = choice.chosen
+    one, chosen_at = choice.chosen, time.perf_counter()
     inspected = run.inspect(proposal, one.logits_LV) if run.inspect else None
     mx.async_eval(choice.chances_L, one.logits_LV, one.features, inspected)
-    launched_at = time.perf_counter()
     verified = run.verify(one.proposal, one.logits_LV, run.sampler)
 
     drafted = token_ids(one.proposal.tokens[0])
@@ -228,7 +227,7 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
             confidence=None if choice.chances_L is None else cast(list[float], choice.chances_L.tolist()),
             seconds=times.total - choice.rebuilding,
             drafting=0.0 if choice.known_at is None else choice.known_at - began,
-            choosing=0.0 if choice.known_at is None else launched_at - choice.known_at,
+            choosing=0.0 if choice.known_at is None else chosen_at - choice.known_at,
             source=proposal.source,
             parents=proposal.parents,
             outcomes=known,

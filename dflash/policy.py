@@ -53,7 +53,7 @@ class BlockRecord:
         asleep: Whether this was a plain step, for which no drafter was asked.
         parents: As in :class:`Drafts`.
         drafting: The part of ``seconds`` until the drafts were known; 0 where nobody waited for them.
-        choosing: Seconds from then until the pass that verifies them was under way; 0 where nobody waited.
+        choosing: Seconds from then until the pass that verifies them was chosen and built; 0 where nobody waited.
         outcomes: Of the drafts that follow what was committed, verified or not, whether each is what was committed
             next; ``None``: as ``matched`` says of a chain.
     """
@@ -368,11 +368,11 @@ class _Source:
         seconds = [self.costs.hoped(k) for k in range(count + 1)]
         drafting = self.drafting.expected(count)
         usual = self.usual.tokens_per_second or max(t / (s + drafting) for t, s in zip(tokens, seconds, strict=True))
-        worth = [t - usual * s for t, s in zip(tokens, seconds, strict=True)]
+        self.remember_worth([t - usual * s for t, s in zip(tokens, seconds, strict=True)])
+        value = [t - usual * self.costs.expected(k) for k, t in enumerate(tokens)]  # what is hoped for is no gain
         if self.value:
-            self.gained.add(max(worth) - worth[self.usual_length(count)])
-        self.remember_worth(worth)
-        self.value = [*_averaged(self.value, worth), *(self.value or worth)[len(worth) :]]
+            self.gained.add(max(value) - value[self.usual_length(count)])
+        self.value = [*_averaged(self.value, value), *self.value[len(value) :]]
         self.judged = True
         return tokens, seconds, usual
 

@@ -143,14 +143,26 @@ def test_adaptive_is_faster_than_the_best_fixed_length_where_blocks_differ():
     assert speed(World(0, *world), Adaptive()) > 1.05 * fixed
 
 
+class Waits(Adaptive):
+    """Counts how often it waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def waits_for_confidence(self, source):
+        self.waits.append(super().waits_for_confidence(source))
+        return self.waits[-1]
+
+
 def test_adaptive_waits_for_the_probabilities_where_they_gain_more_than_that_costs():
     alike = (5.0, 5.0), (0.0, 0.0), 0.01  # nearly every draft is right, and to wait costs a tenth of a block
-    best = max(speed(World(0, *alike), Fixed(k)) for k in (3, 7, 11, 15))
-    assert speed(World(0, *alike), Adaptive()) > 0.98 * best
     mixed = (1.0, 1.0), (1.0, 1.0), 0.002
-    waiting, policy = type("Waiting", (Adaptive,), {"waits_for_confidence": lambda *_: True})(), Adaptive()
-    assert speed(World(0, *mixed), policy) > 0.98 * speed(World(0, *mixed), waiting)
-    assert policy.waits_for_confidence("")
+    seldom, often = Waits(), Waits()
+    assert speed(World(0, *alike), seldom) > 0.97 * max(speed(World(0, *alike), Fixed(k)) for k in (3, 7, 11, 15))
+    assert speed(World(0, *mixed), often) > 1.05 * max(speed(World(0, *mixed), Fixed(k)) for k in (1, 2, 3, 5, 7, 15))
+    assert np.mean(seldom.waits) < 0.1
+    assert np.mean(often.waits) > 0.7
 
 
 def test_a_worthless_drafter_costs_adaptive_at_most_three_percent():

@@ -188,8 +188,8 @@ def test_a_trace_of_another_kind_is_refused():
 
 @pytest.mark.parametrize("every", [0.0, 1e9])
 def test_a_file_holds_what_a_list_gets_a_line_a_record(tmp_path, monkeypatch, every):
-    """As it goes where the time between two writes is over, and at the end of the request in any case."""
-    monkeypatch.setattr(trace, "WRITE_EVERY", every)
+    """As it goes where the time of those made together is over, and at the end of the request in any case."""
+    monkeypatch.setattr(trace, "TOGETHER", every)
     path, lengths = tmp_path / "new" / "trace.jsonl", []
     file = TraceFile(path, drafter="mine")
     for _ in random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file):
@@ -205,7 +205,7 @@ def test_a_file_holds_what_a_list_gets_a_line_a_record(tmp_path, monkeypatch, ev
 
 
 def test_what_waits_is_written_when_the_caller_stops_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "WRITE_EVERY", 1e9)
+    monkeypatch.setattr(trace, "TOGETHER", 1e9)
     responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=tmp_path / "trace.jsonl")
     next(responses), next(responses)
     responses.close()

@@ -20,6 +20,12 @@ from .model import LoadedTargetModel
 
 logger = logging.getLogger(__name__)
 
+# To read a tokenizer, transformers reads the model's config too, and warns of an architecture that it does not know.
+# mlx-lm runs the architecture, and says itself if it cannot.
+logging.getLogger("transformers.configuration_utils").addFilter(
+    lambda record: not record.getMessage().startswith("You are using a model of type")
+)
+
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "merges.txt")
 """Patterns of the files that tokenizers are read from."""
 

@@ -1,6 +1,7 @@
 """What is wrong with a target's folder is said in one line, and what is missing is missed only where it is needed."""
 
 import json
+import logging
 
 import mlx.core as mx
 import pytest
@@ -62,6 +63,19 @@ def test_code_in_a_checkpoint_runs_only_if_it_is_trusted(folder):
     assert load_target(folder, trust_remote_code=True).num_layers == 4
     with pytest.raises(CheckpointError, match="No checkpoint folder"):  # the target was loaded, the drafter is missing
         dflash.DFlashSpeculativeDecoder.from_pretrained(folder, folder / "none", trust_remote_code=True)
+
+
+def test_an_architecture_that_transformers_does_not_know_loads_without_a_word(folder, capfd):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_file": "odd.py", "model_type": "odd"}))
+    (folder / "odd.py").write_text(ODD_MODEL)
+    handler = logging.StreamHandler()  # that of transformers may hold the stream of an earlier test
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        load_target(folder, trust_remote_code=True)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert "model of type" not in capfd.readouterr().err
 
 
 def test_packages_with_architectures_are_imported_before_the_model_is_loaded(folder, monkeypatch):

@@ -227,9 +227,9 @@ class Adaptive(Policy):
         source.learn(block)
         tokens = source.last_tokens(block)
         seconds = source.drafting.expected(block.drafted) + source.costs.expected(block.verified)
-        source.recent.add(tokens, seconds)
         source.usual.add(tokens, seconds)
         plain = source.costs.expected(PLAIN) if source.costs.tried(PLAIN) else source.costs.hoped(PLAIN)
+        source.recent.add(*source.best(block, plain))
         if source.recent.tokens_per_second * plain >= 1:
             source.nap = self._first_nap
             return
@@ -356,6 +356,15 @@ class _Source:
     def last_tokens(self, block: BlockRecord) -> float:
         """What ``block`` was worth by all that is known now: less chance is in it than in what it committed."""
         return max(self.expected_tokens(block.verified, block.confidence, block.parents))
+
+    def best(self, block: BlockRecord, plain: float) -> tuple[float, float]:
+        """Tokens and seconds of ``block`` at the length that gains most on plain steps, of ``plain`` seconds each.
+
+        Whether a drafter sleeps is judged by this: not by a length that was only tried.
+        """
+        tokens = self.expected_tokens(block.drafted, block.confidence, block.parents)
+        lengths = [(t, self.drafting.expected(k) + self.costs.expected(k)) for k, t in enumerate(tokens)]
+        return max(lengths, key=lambda length: length[0] * plain - length[1])
 
     def judge(
         self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None

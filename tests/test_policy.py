@@ -13,7 +13,7 @@ from support.models import bound_drafter, plain_greedy, target
 from dflash import DFlashSpeculativeDecoder, Proposal
 from dflash.decode import Decoding, decode, prefill
 from dflash.errors import DFlashError
-from dflash.estimates import BlockCosts, Calibration
+from dflash.estimates import PLAIN, BlockCosts, Calibration
 from dflash.policy import Adaptive, BlockRecord, Drafts, Fixed, Policy, register_policy
 
 BLOCK = 16
@@ -458,3 +458,13 @@ def test_a_loaded_policy_knows_what_was_saved_and_tries_no_lengths_anew(tmp_path
     asked = drafts_asked(loaded, 60, 0.0, 0.02)
     assert max(asked[1:]) < 7, "one block tells what drafts are worth"
     assert 1 <= np.median(asked) <= 4
+
+
+def test_a_drafter_does_not_sleep_for_a_length_that_was_only_tried():
+    """All drafts of the first block took four plain steps; one draft, the only good one, takes one."""
+    policy = Adaptive(first_nap=1)
+    policy._source("").costs.observe(PLAIN, 0.04)
+    for _ in range(20):
+        policy._source("").costs.observe(1, 0.04)
+    policy.observe(BlockRecord(15, 15, 1, 1, [0.9] + [0.01] * 14, 0.16))
+    assert not policy.sleep()

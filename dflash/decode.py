@@ -266,7 +266,8 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
         context = mx.array([state.tokens[begin : begin + len(features)]])
         drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
 
-    coming, began, left = launch(state.anchor), time.perf_counter(), count
+    began, left = time.perf_counter(), count
+    coming = launch(state.anchor)
     while left > 0:
         left -= 1
         target_token, state_after = coming

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import time
 from statistics import NormalDist
 
 import mlx.core as mx
@@ -368,6 +369,22 @@ def test_after_a_nap_both_caches_hold_what_was_committed(kind):
             np.testing.assert_allclose(a, b, atol=1e-4)
     assert [cache.offset for cache in state.target_cache] == [len(state.tokens) - 1] * len(state.target_cache)
     assert [block.drafted for block in policy.blocks] == [0, 0, 0, 15]
+
+
+def test_the_steps_of_a_nap_take_all_of_its_time(monkeypatch):
+    model, policy = target("qwen3", 1), Dozing()
+    forward = model.forward_with_hidden_states
+
+    def slowly(*inputs):
+        time.sleep(0.1)
+        return forward(*inputs)
+
+    monkeypatch.setattr(model, "forward_with_hidden_states", slowly)
+    run = Decoding(model, bound_drafter("qwen3", 2), policy=policy)
+    blocks = decode(run, prefill(run, [3, 1, 4, 1, 5]), 24, 16)
+    for _ in range(3):
+        next(blocks)
+    assert sum(block.seconds for block in policy.blocks) >= 3 * 0.1
 
 
 @pytest.mark.looks_at_the_clock

@@ -173,9 +173,15 @@ def candidates(most: int) -> set[int]:
 
 
 def best_count(seconds: Mapping[int, float], now: int) -> int:
-    """The count of the shortest time if that is clearly shorter than with the count ``now``, else ``now``."""
+    """The count of the shortest time if that is clearly shorter than with the count ``now``.
+
+    Otherwise the fewest threads, no more than now, that take no longer: the host builds the next part of the graph
+    while these run, and a core that they leave to it is time gained.
+    """
     best = min(seconds, key=lambda count: seconds[count])
-    return best if seconds[best] < _GAIN * seconds[now] else now
+    if seconds[best] < _GAIN * seconds[now]:
+        return best
+    return min(count for count in seconds if count <= now and seconds[count] <= seconds[now])
 
 
 def threads_for(target: "LoadedTargetModel", block_size: int) -> DecodeThreads:

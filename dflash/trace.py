@@ -80,6 +80,8 @@ class TraceFile:
 
     def __init__(self, path: str | Path, **about: Any):
         self._about = about
+        self.held_back: list[Callable[[], None]] = []
+        """Called before the file closes: each hands on the records that a request under way still holds back."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed by `close`
@@ -94,6 +96,9 @@ class TraceFile:
         self._file.flush()
 
     def close(self) -> None:
+        """Write what requests under way hold back, and close the file."""
+        for send in self.held_back:
+            send()
         self._file.close()
 
     def __enter__(self) -> "TraceFile":
@@ -265,9 +270,12 @@ def recording(
         names = {name: getattr(model, "model_type", type(model).__name__) for name, model in models.items()}
         now = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
         recorder.request(list(prompt), names | _plain(about) | now | _surroundings())
+        held_back = sink.held_back if isinstance(sink, TraceFile) else []
+        held_back.append(recorder.send_waiting)
         try:
             yield recorder
         finally:
+            held_back.remove(recorder.send_waiting)
             recorder.send_waiting()
 
 

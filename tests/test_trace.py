@@ -212,6 +212,15 @@ def test_what_waits_is_written_when_the_caller_stops_early(tmp_path, monkeypatch
     assert [record.get("number") for record in read_records(tmp_path / "trace.jsonl")] == [None, 0, 1]
 
 
+def test_what_waits_is_written_when_the_file_is_closed_before_the_request_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "TOGETHER", 1e9)
+    with TraceFile(tmp_path / "trace.jsonl") as file:
+        responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file)
+        next(responses), next(responses)
+    assert [record.get("number") for record in read_records(tmp_path / "trace.jsonl")] == [None, 0, 1]
+    responses.close()
+
+
 def test_a_path_is_replaced_and_closed(tmp_path):
     path = tmp_path / "trace.jsonl"
     for _ in range(2):

@@ -65,7 +65,7 @@ def fit(
     """
     ranks = ranks or Ranks()
     if ranks.is_main:
-        check_identity(folder, identity, may_change)
+        check_identity(folder, identity, may_change, settings)
     run = Run(model, settings, folder, evaluate, score, ranks, on_log)
     with MeanGradient(model, loss, min(settings.threads, settings.batches_per_step)) as mean_gradient:
         step = _Step(run, mean_gradient, batch, name_batch)

@@ -13,9 +13,9 @@ from typing import Any
 import mlx.nn as nn
 
 from dflash.errors import CheckpointError, TrainingError
-from dflash.files import flat, nested
+from dflash.files import flat, nested, read_json
 
-from ..identity import check_same_run
+from ..identity import check_same_run, require_same
 from .clock import Clock, duration
 from .distributed import Ranks
 from .optimizer import Optimizer
@@ -185,9 +185,14 @@ class Run:
         return max((float(line["seconds"]) for line in lines if isinstance(line.get("seconds"), float)), default=0.0)
 
 
-def check_identity(folder: Path, identity: dict[str, Any] | None, may_change: Collection[str]) -> None:
-    """Refuse the folder of another run; warn where nothing can tell whether it is one."""
+def check_identity(
+    folder: Path, identity: dict[str, Any] | None, may_change: Collection[str], settings: FitSettings
+) -> None:
+    """Refuse the folder of another run, and one that cannot become so long; warn where nothing can tell which it is."""
     if identity is not None:
+        if (folder / RECIPE).exists():
+            require_same(folder, read_json(folder / RECIPE), identity, may_change)
+            checkpoint_to_continue(folder, settings)  # before the new identity is written
         check_same_run(folder / RECIPE, identity, may_change)
     elif (folder / STATE).exists() and not (folder / RECIPE).exists():
         logger.warning(

@@ -148,6 +148,18 @@ def test_a_cosine_or_a_run_that_would_be_shorter_than_what_is_done_is_refused(tm
         toy_fit(tmp_path / "muon", wsd(7))
 
 
+def test_a_run_that_is_refused_for_its_length_is_not_recorded(tmp_path):
+    def run(steps):
+        settings = FitSettings(steps=steps, optimizer=AdamWSettings())
+        toy_fit(tmp_path / "run", settings, identity={"steps": steps}, may_change=["steps"])
+
+    run(4)
+    recorded = (tmp_path / "run" / "recipe.json").read_bytes()
+    with pytest.raises(TrainingError, match="cannot become a run of 6"):
+        run(6)
+    assert (tmp_path / "run" / "recipe.json").read_bytes() == recorded
+
+
 # --- identity, callbacks, log ---------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ class DrawingSampler:
             logprobs_NV = apply_top_p(logprobs_NV, self.top_p)
         if self.min_p > 0:
             logprobs_NV = apply_min_p(logprobs_NV, self.min_p)
-        return apply_top_k(logprobs_NV, self.top_k) if self.top_k > 0 else logprobs_NV
+        return apply_top_k(logprobs_NV, self.top_k) if 0 < self.top_k < logprobs_NV.shape[-1] else logprobs_NV
 
 
 def sample_rows(sampler: Sampler, logprobs_LV: mx.array) -> tuple[mx.array, mx.array | None]:

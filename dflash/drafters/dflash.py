@@ -111,7 +111,6 @@ class DFlashDraftModel(Trainable, nn.Module):
     own_tables: ClassVar[tuple[str, ...]] = ()
     """Tables of tokens that files of this kind may hold beside their layers, and that are then read."""
     head_modules: ClassVar[tuple[str, ...]] = ("lm_head",)
-    trains_reduced: ClassVar[bool] = True
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
@@ -172,15 +171,6 @@ class DFlashDraftModel(Trainable, nn.Module):
         return embeddings_BLE if scale == 1.0 else embeddings_BLE * scale
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
-        """Logits ``[B, L, V]``: :meth:`known_logits`, and minus infinity for tokens that the drafter does not know."""
-        known_BLN = self.known_logits(hidden_BLE)
-        if self._token_ids is None:
-            return known_BLN
-        logits_BLV = mx.full((*known_BLN.shape[:-1], self.config.vocab_size), -mx.inf, known_BLN.dtype)
-        logits_BLV[..., self._token_ids] = known_BLN
-        return logits_BLV
-
-    def known_logits(self, hidden_BLE: mx.array) -> mx.array:
         """Logits ``[B, L, N]`` of the tokens that the drafter knows, in the order of :attr:`token_ids`.
 
         By the target's head or its own, with the drafter's own multiplier and soft cap. Where the drafter knows all
@@ -216,6 +206,14 @@ class DFlashDraftModel(Trainable, nn.Module):
     def token_ids(self) -> mx.array | None:
         """The target's ids of the tokens that the drafter knows, where those are not all."""
         return self._token_ids
+
+    def tokens_of(self, columns: mx.array) -> mx.array:
+        """The target's ids of columns of the :meth:`head`."""
+        return columns if self._token_ids is None else self._token_ids[columns]
+
+    def candidates_of(self, logits_BLN: mx.array) -> mx.array | None:
+        """The target's id of each of the :meth:`head`'s logits, for a proposal; ``None``: all ids in order."""
+        return None if self._token_ids is None else mx.broadcast_to(self._token_ids, logits_BLN.shape)
 
     @property
     def draft_ids(self) -> mx.array | None:
@@ -278,17 +276,8 @@ class DFlashDraftModel(Trainable, nn.Module):
 
         The block is always as wide as in training: how many tokens are used does not change what they are.
         """
-        hidden = self.draft_hidden(anchor, length, cache)
-        if self._token_ids is None:
-            logits = self.head(hidden)
-            return Proposal(mx.argmax(logits, axis=-1), logits)
-        logits = self.known_logits(hidden)
-        candidates = mx.broadcast_to(self._token_ids, logits.shape)
-        return Proposal(self._token_ids[mx.argmax(logits, axis=-1)], logits, candidates)
-
-    def taught_logits(self, hidden_TE: mx.array, previous_T: mx.array, positions_T: mx.array) -> mx.array:
-        """Logits ``[T, N]`` of the tokens that the drafter knows; what stood before a prediction changes nothing."""
-        return self.head(hidden_TE) if self._token_ids is None else self.known_logits(hidden_TE)
+        logits = self.head(self.draft_hidden(anchor, length, cache))
+        return Proposal(self.tokens_of(mx.argmax(logits, axis=-1)), logits, self.candidates_of(logits))
 
     def draft_hidden(self, anchor: mx.array, length: int, cache: ContextCache) -> mx.array:
         """Final hidden states ``[1, length, E]`` at the block positions that predict the tokens after ``anchor``.

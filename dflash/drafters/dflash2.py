@@ -7,7 +7,7 @@ of each, by its logit and how well it follows the token chosen before it. Knows 
 happens to its drafts.
 
 Shapes: B blocks, L block positions, E hidden size, S sides (before, after), T taps, N drafts of one block or
-predictions of many, R rank, K candidates, V vocabulary.
+predictions of many, R rank, K candidates, V vocabulary: the part of the target's that the drafter knows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -162,7 +162,6 @@ class DFlash2DraftModel(DFlashDraftModel):
     }  # fmt: skip
     added_modules: ClassVar[tuple[str, ...]] = ("attention_conv", "mlp_conv", "candidate_selector")
     head_modules: ClassVar[tuple[str, ...]] = ("candidate_selector",)
-    trains_reduced: ClassVar[bool] = False
     measures: ClassVar[tuple[str, ...]] = ("accuracy", "candidate_recall")
     config: DFlash2Config
 
@@ -190,7 +189,8 @@ class DFlash2DraftModel(DFlashDraftModel):
 
     def _walk(self, anchor: mx.array, length: int, cache: ContextCache, temperature: float | None) -> Proposal:
         hidden_NE = self.draft_hidden(anchor, length, cache)[0]
-        candidates_NK, unary_NK = self.candidates(self.head(hidden_NE))
+        columns_NK, unary_NK = self.candidates(self.head(hidden_NE))
+        candidates_NK = self.tokens_of(columns_NK)
         weighted_NKR = self.candidate_selector.weighted(hidden_NE, candidates_NK)
         token, tokens, scores, log_q = anchor.reshape(1), [], [], []
         for i in range(length):
@@ -210,30 +210,35 @@ class DFlash2DraftModel(DFlashDraftModel):
         )
 
     def candidates(self, logits_NV: mx.array) -> tuple[mx.array, mx.array]:
-        """The ids of the ``K`` best tokens of each row and their logits in float32, each ``[N, K]``, best first."""
-        logits_NV, count = logits_NV[:, : self.config.selector_vocab_size], self.config.selector_top_k
+        """Columns of the ``K`` best tokens of each row, and their logits in float32, each ``[N, K]``, best first."""
+        known, count = self.config.selector_vocab_size, self.config.selector_top_k
+        if known is not None:
+            ids_V = self.tokens_of(mx.arange(logits_NV.shape[-1]))
+            logits_NV = mx.where(ids_V < known, logits_NV, -mx.inf)
         best_NK = mx.argpartition(-mx.stop_gradient(logits_NV), count - 1, axis=-1)[:, :count]
         unary_NK = mx.take_along_axis(logits_NV, best_NK, axis=-1).astype(mx.float32)
         order_NK = mx.argsort(-mx.stop_gradient(unary_NK), axis=-1)
         return mx.take_along_axis(best_NK, order_NK, axis=-1), mx.take_along_axis(unary_NK, order_NK, axis=-1)
 
     def _taught(self, hidden_NE: mx.array, previous_N: mx.array, logits_NV: mx.array) -> tuple[mx.array, mx.array]:
-        """Candidates and their scores ``[N, K]`` where the token before each is known."""
-        candidates_NK, unary_NK = self.candidates(logits_NV)
-        weighted_NKR = self.candidate_selector.weighted(hidden_NE, candidates_NK)
-        return candidates_NK, unary_NK + self.candidate_selector.bias(weighted_NKR, previous_N)
+        """Columns of the candidates and their scores ``[N, K]`` where the token before each is known."""
+        columns_NK, unary_NK = self.candidates(logits_NV)
+        weighted_NKR = self.candidate_selector.weighted(hidden_NE, self.tokens_of(columns_NK))
+        return columns_NK, unary_NK + self.candidate_selector.bias(weighted_NKR, previous_N)
 
     def auxiliary_losses(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> mx.array:
         """Cross-entropy over the candidates; 0 where the target's token is none of them."""
-        candidates_TK, scores_TK = self._taught(hidden_TE, previous_T, predictions.logits_TV)
-        right_TK = candidates_TK == predictions.tokens_T[:, None]
+        columns_TK, scores_TK = self._taught(hidden_TE, previous_T, predictions.logits_TV)
+        right_TK = columns_TK == predictions.tokens_T[:, None]
         losses_T = mx.logsumexp(scores_TK, axis=-1) - mx.where(right_TK, scores_TK, 0).sum(-1)
         return mx.where(right_TK.any(-1), losses_T, 0)
 
     def hits(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> dict[str, mx.array]:
         """Whether the candidate chosen, given the true token before it, is the target's; whether any candidate is."""
-        candidates_TK, scores_TK = self._taught(hidden_TE, previous_T, predictions.logits_TV)
-        right_TK = candidates_TK == predictions.tokens_T[:, None]
+        columns_TK, scores_TK = self._taught(hidden_TE, previous_T, predictions.logits_TV)
+        right_TK = columns_TK == predictions.tokens_T[:, None]
+        if predictions.known_T is not None:
+            right_TK = right_TK & predictions.known_T[:, None]
         chosen_T1 = mx.argmax(scores_TK, axis=-1, keepdims=True)
         accuracy_T = mx.take_along_axis(right_TK, chosen_T1, axis=-1)[:, 0]
         return {"accuracy": accuracy_T, "candidate_recall": right_TK.any(-1)}

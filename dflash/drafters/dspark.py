@@ -5,7 +5,8 @@ from the token that was chosen before it. Knows the heads' place in the block an
 arXiv:2607.05147; DeepSpec, SpecForge, vLLM's speculators). Must not know files, targets' architectures, or
 verification.
 
-Shapes: N drafts of one block, T predictions of many, E hidden size, R rank, V vocabulary.
+Shapes: N drafts of one block, T predictions of many, E hidden size, R rank, V vocabulary: the part of the target's that
+the drafter knows.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ..target import LoadedTargetModel
 
 Choose = Callable[[mx.array], tuple[mx.array, mx.array | None]]
-"""Logits ``[1, V]`` to a token ``[1]`` and the log-probabilities ``[1, V]`` that it was drawn from, if it was."""
+"""Logits ``[1, V]`` to a column ``[1]`` and the log-probabilities ``[1, V]`` that it was drawn from, if it was."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,6 @@ class DSparkDraftModel(DFlashDraftModel):
     own_tables: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head")
     added_modules: ClassVar[tuple[str, ...]] = ("markov_head", "confidence_head")
     head_modules: ClassVar[tuple[str, ...]] = ("markov_head", "confidence_head")
-    trains_reduced: ClassVar[bool] = False
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig):
@@ -156,11 +156,11 @@ class DSparkDraftModel(DFlashDraftModel):
             if "markov_head" in self:
                 before = self.markov_head.markov_w1(tokens[-1])
                 latent, state = self.markov_head.step(before, hidden_1NE[:, i], state)
-                logits_1V = logits_1V + self._bias(latent)
-            token, of_token = choose(logits_1V)
-            tokens.append(token.astype(mx.int32))
+                logits_1V = logits_1V + self.markov_head.bias(latent)
+            column, of_column = choose(logits_1V)
+            tokens.append(self.tokens_of(column).astype(mx.int32))
             logits.append(logits_1V)
-            log_q += [] if of_token is None else [of_token]
+            log_q += [] if of_column is None else [of_column]
         confidence = None
         if "confidence_head" in self:
             logit_N = self._confidence_logits(hidden_1NE[0], mx.concatenate(tokens[:-1]))
@@ -169,6 +169,7 @@ class DSparkDraftModel(DFlashDraftModel):
         return Proposal(
             mx.stack(tokens[1:], axis=1),
             mx.stack(logits, axis=1),
+            self.candidates_of(base_1NV),
             log_q=mx.stack(log_q, axis=1) if log_q else None,
             confidence=confidence,
         )
@@ -184,7 +185,8 @@ class DSparkDraftModel(DFlashDraftModel):
         if "markov_head" not in self:
             return logits_TV
         before_TR = self.markov_head.markov_w1(previous_T)
-        return logits_TV + self._bias(self.markov_head.walk(before_TR, hidden_TE, positions_T, self.block_size - 1))
+        latent_TR = self.markov_head.walk(before_TR, hidden_TE, positions_T, self.block_size - 1)
+        return logits_TV + self.markov_head.bias(latent_TR)
 
     def auxiliary_losses(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> mx.array | None:
         """Cross-entropy ``[T]`` of the confidence with ``sum(min(p, q))``, the chance of acceptance; a constant to it.
@@ -204,15 +206,6 @@ class DSparkDraftModel(DFlashDraftModel):
         if self.config.confidence_rank:
             parts.append(self.markov_head.markov_w1(previous_T))
         return self.confidence_head(parts).astype(mx.float32)
-
-    def _bias(self, latent_TR: mx.array) -> mx.array:
-        """The Markov head's bias ``[T, V]``, 0 for tokens that the drafter does not know."""
-        bias_TD = self.markov_head.bias(latent_TR)
-        if self.token_ids is None:
-            return bias_TD
-        bias_TV = mx.zeros((bias_TD.shape[0], self.config.vocab_size), bias_TD.dtype)
-        bias_TV[:, self.token_ids] = bias_TD
-        return bias_TV
 
 
 def _table_of(target: "LoadedTargetModel", name: str) -> Any:

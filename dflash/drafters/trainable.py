@@ -40,15 +40,14 @@ class Trainable:
     them, in a new drafter and in one that starts from a DFlash checkpoint. ``head_modules``, by the names of the
     model's own attributes, are those that work on final hidden states, in the methods below: training calls these for
     a chunk of predictions at a time, and only there do the head modules get gradients. ``measures`` name what
-    :meth:`hits` counts. ``trains_reduced`` says whether the kind can be trained where it knows a part of the
-    vocabulary: its methods then get and return the columns that it knows.
+    :meth:`hits` counts. Where a drafter knows a part of the vocabulary, logits have the columns that it knows, and
+    ``previous_T`` are the target's ids all the same.
     """
 
     usual_options: ClassVar[dict[str, Any]] = {}
     added_modules: ClassVar[tuple[str, ...]] = ()
     head_modules: ClassVar[tuple[str, ...]] = ()
     measures: ClassVar[tuple[str, ...]] = ("accuracy",)
-    trains_reduced: ClassVar[bool] = False
 
     @property
     def needs_target_logits(self) -> bool:

@@ -64,10 +64,8 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
         if name in values:
             instead = "vocabulary" if name == "draft_vocab_size" else name
             raise TrainingError(f"drafter.options.{name} is not an option of the kind; set drafter.{instead} instead.")
-    if shape.vocabulary is not None:
-        _require_reducible(kind, shape.kind, "remove drafter.vocabulary")
-        if shape.vocabulary > target.vocab_size:
-            raise TrainingError(f"drafter.vocabulary {shape.vocabulary} is more than the target's {target.vocab_size}.")
+    if (shape.vocabulary or 0) > target.vocab_size:
+        raise TrainingError(f"drafter.vocabulary {shape.vocabulary} is more than the target's {target.vocab_size}.")
     return kind.config_class(**values, **_options(shape, kind, {*values, "model_type"}))
 
 
@@ -147,11 +145,6 @@ def _trainable_class(kind: str) -> type[Any]:
     return found
 
 
-def _require_reducible(kind: type[Any], name: str, remedy: str) -> None:
-    if not kind.trains_reduced:
-        raise TrainingError(f"drafter.kind {name!r} cannot be trained with a part of the vocabulary; {remedy}.")
-
-
 _SHAPE = ("num_hidden_layers", "block_size", "target_layer_ids", "intermediate_size", "num_attention_heads",
           "num_key_value_heads", "head_dim", "rope_theta")  # fmt: skip
 
@@ -167,8 +160,6 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
         model, kind = _extended(shape, model), shape.kind
     elif shape.options:
         raise TrainingError(f"drafter.options are those of {shape.from_}; remove drafter.options, or drafter.from.")
-    if model.token_ids is not None:
-        _require_reducible(type(model), kind, "start from a drafter that knows all of it")
     config = model.config
     asked = {name: getattr(shape, name) for name in _SHAPE} | {"kind": shape.kind}
     there = {name: getattr(config, name) for name in _SHAPE} | {"kind": kind}

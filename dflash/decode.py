@@ -154,7 +154,8 @@ def feed(
     """Feed what the caches do not hold of ``tokens``, in chunks; the last token's final hidden state ``[1, 1, E]``.
 
     Each chunk's features go straight into the drafter's cache and are dropped, and only one final hidden state is
-    kept, so memory grows with neither ``features x tokens`` nor ``vocabulary x tokens``.
+    kept, so memory grows with neither ``features x tokens`` nor ``vocabulary x tokens``. Beside the target's pass
+    over a chunk, no more is held than the drafter's cache and the outputs that become features.
     """
     tokens_BL, fed = mx.array([tokens]), target_cache.offset
     together = len(tokens) - 1 if target_cache.ends_prompts_alone else len(tokens)
@@ -163,10 +164,12 @@ def feed(
         chunk = tokens_BL[:, fed : min(fed + step_size, together) if fed < together else None]
         fed += chunk.shape[1]
         hidden, features = target.forward_hidden(chunk, target_cache, drafter.target_layer_ids)
-        drafter.extend_context(features, draft_cache, chunk)
         last = hidden[:, -1:]
+        # The target's pass ends before the features are joined: its activations are never held beside both.
+        mx.eval(last, [c.state for c in target_cache])
+        drafter.extend_context(features, draft_cache, chunk)
         # The drafter's cache too, if it says what it holds: its lazy graph would keep every chunk's features.
-        mx.eval(last, [c.state for c in target_cache], getattr(draft_cache, "state", ()))
+        mx.eval(getattr(draft_cache, "state", ()))
         del hidden, features  # or the next chunk would be computed beside them
         mx.clear_cache()
     target_cache.set_in_prompt(False)

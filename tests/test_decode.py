@@ -190,6 +190,34 @@ def test_prefill_memory_does_not_grow_with_features_times_prompt():
     assert grown < held + features / 4
 
 
+def test_beside_the_targets_pass_a_prefill_holds_the_drafters_cache_and_one_chunk_of_features():
+    """Peaks of whole passes vary with threads, so this looks where the drafter is told: the pass must be over."""
+    loaded, chunk = LoadedTargetModel(qwen3_model(0, max_position_embeddings=4096)), 256
+    drafter = random_drafter(0, num_key_value_heads=1, target_layer_ids=(0, 1, 2, 3))
+    drafter.bind(loaded)
+    caches, extend_context = (loaded.make_cache(), drafter.make_cache()), drafter.extend_context
+    held, joined = [], []
+
+    def measured(features: mx.array, *rest) -> None:
+        mx.synchronize()
+        before = mx.get_active_memory()
+        of_caches = sum(c.nbytes for c in (*caches[0], *caches[1].layers))
+        held.append((before - began - of_caches) / features.nbytes)
+        mx.reset_peak_memory()
+        mx.eval(features)
+        joined.append((mx.get_peak_memory() - before) / features.nbytes)
+        extend_context(features, *rest)
+
+    drafter.extend_context = measured
+    mx.synchronize()
+    mx.clear_cache()
+    began = mx.get_active_memory()
+    prefill(Decoding(loaded, drafter), [1] * 4 * chunk, chunk, *caches)
+    assert len(held) == 4
+    assert max(held) < 1.3  # with the final hidden states, which plain decoding has too
+    assert max(joined) < 1.05
+
+
 def test_a_token_equal_to_the_mask_is_legitimate_output():
     """The mask id is an ordinary row of the vocabulary; what the target chose is what is written."""
     prompt, count = [3, 1, 4, 1, 5], 40

@@ -304,23 +304,24 @@ class DFlashSpeculativeDecoder:
             wait=options.profile,
         )
         stops = target.stop_token_ids() if options.stop_token_ids is None else frozenset(options.stop_token_ids)
-        # On Metal, keeps the weights resident; elsewhere nothing. On the CPU, the quickest number of BLAS threads.
-        with wired_limit(self.target_model), self.threads.in_use() as decides:
+        with wired_limit(self.target_model):  # on Metal, keeps the weights resident; elsewhere nothing
             kept, caches = options.prompt_cache, (cache, None)
             if kept is not None:
                 kept.begin(prompt, cache.quantization)
                 caches = kept.target_cache, kept.draft_cache
+            # A prompt's products are large enough for all BLAS threads; blocks get the count that is quickest for them.
             state = prefill(run, prompt, options.prefill_step_size, *caches)
-            blocks = decode(run, state, max_tokens, self.block_size)
-            watched = self.threads.watch(blocks) if decides else blocks
-            try:
-                for step in through_stop(chain([first_block(state)], watched), stops, max_tokens):
-                    generated += len(step.tokens)
-                    yield replace(step, why=run.policy.why()) if options.watched else step
-            finally:
-                blocks.close()  # plain steps hand over to the drafter what they kept for it
-                if kept is not None:
-                    kept.end(state.tokens, len(prompt) + generated)
+            with self.threads.in_use() as decides:
+                blocks = decode(run, state, max_tokens, self.block_size)
+                watched = self.threads.watch(blocks) if decides else blocks
+                try:
+                    for step in through_stop(chain([first_block(state)], watched), stops, max_tokens):
+                        generated += len(step.tokens)
+                        yield replace(step, why=run.policy.why()) if options.watched else step
+                finally:
+                    blocks.close()  # plain steps hand over to the drafter what they kept for it
+                    if kept is not None:
+                        kept.end(state.tokens, len(prompt) + generated)
 
     def _recorded(
         self, prompt: list[int], options: DecodeOptions, steps: Iterator[Step], text: TextStream

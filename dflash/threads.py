@@ -4,10 +4,12 @@ Knows the BLAS's thread count and how long passes take. Must not know tokens, te
 
 The threads of a product wait for each other at its end. Where another process keeps a core busy, one of them waits
 for its turn at every product, and a pass takes several times as long as on one thread; on a quiet machine one thread
-takes up to 1.5 times as long as two. So the count is measured, and measured again while decoding goes on. How long
-threads spin before they sleep (``KMP_BLOCKTIME``) is left alone: on two cores and models of 6 to 135 million
-weights, two threads that sleep at once lost to two that spin on the quiet machine, and to one thread on a busy one;
-and ``kmp_set_blocktime`` holds for the thread that calls it, which is never the one on which MLX computes.
+takes up to 1.5 times as long as two. So the count is measured, and measured again while decoding goes on. A prompt is
+read before, with the process's own count: its products are large enough for all threads, and plain decoding reads it
+with that count too. How long threads spin before they sleep (``KMP_BLOCKTIME``) is left alone: on two cores and models
+of 6 to 135 million weights, two threads that sleep at once lost to two that spin on the quiet machine, and to one
+thread on a busy one; and ``kmp_set_blocktime`` holds for the thread that calls it, which is never the one on which MLX
+computes.
 """
 
 import os

@@ -177,6 +177,30 @@ def test_setting_threads_changes_what_the_blas_reports():
         backend.set_blas_threads(before)
 
 
+def test_a_prompt_is_read_with_the_own_count_of_the_process_and_blocks_are_decoded_with_the_chosen_one(machine):
+    reads, drafts = [], []
+
+    class Counting(ScriptedDrafter):
+        def extend_context(self, features, cache, tokens):
+            if cache.offset == 0:
+                reads.append(machine.count)
+            super().extend_context(features, cache, tokens)
+
+        def propose(self, *args):
+            drafts.append(machine.count)
+            return super().propose(*args)
+
+    machine.seconds = BUSY
+    decoder = DFlashSpeculativeDecoder(qwen3_model(0), Counting([], 32))
+    decoder.threads = chooser(machine)
+    for _ in range(2):  # measured, then known
+        decoder.spec_generate([1, 2, 3], 8)
+    decoder.cache_prompt([1, 2, 3], decoder.make_prompt_cache())
+    assert reads == [2, 2, 2]
+    assert set(drafts) == {1}
+    assert machine.count == 2
+
+
 def test_a_text_stays_the_same_while_its_threads_change_and_the_count_is_given_back(machine, monkeypatch):
     set_count, counts = backend._call_blas, []
 

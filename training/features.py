@@ -7,7 +7,8 @@ Knows the frozen target, files, and sequences by their number in the dataset. Mu
                           of every sequence that can be trained on and, for KL, `{number}.hidden [L, E]`
 
 It is faster than running the target where the disk reads a token's bytes sooner than the target makes them.
-Neither writing nor reading ever holds more than one batch.
+Neither writing nor reading ever holds more than one batch. The features of a sequence are those of one layer after the
+other, each ``[L, E]``, so a cache serves every recipe whose layers are among the cached ones.
 
 Shapes: N sequences, S longest of them, L length of one, F feature size, E hidden size.
 """
@@ -70,26 +71,16 @@ def write_features(
 ) -> None:
     """Compute what ``wanted`` (of :func:`describe`) says into ``folder``, or what a killed process left to do.
 
+    A folder that was begun with more (other layers too, hidden states, longer sequences) keeps that, and is finished.
     The size is logged before it starts. Raises :class:`~dflash.errors.DataError` if ``folder`` holds other
     features or the disk has not enough room, and ``OSError`` if it cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / MANIFEST).exists():
-        manifest = _read_manifest(folder, wanted)
-    elif any(folder.glob("*.safetensors")):
-        raise DataError(f"{folder} holds files but no {MANIFEST}. Set data.cached_features to an empty folder.")
-    else:
-        manifest = wanted | {"shards": shard_sizes(data.folder, "train")}
-
+    manifest = _begun(folder, data, wanted)
     kept, numbers = trainable(sequences, manifest["max_length"])
-    ends = np.searchsorted(numbers, np.cumsum([0, *manifest["shards"]]))
-    missing = []
-    remove_unfinished(folder / MANIFEST)
-    for number, rows in enumerate(map(np.arange, ends[:-1], ends[1:])):
-        path = _path(folder, number)
+    missing = _missing(folder, manifest, numbers)
+    for path in (folder / MANIFEST, *(path for path, _ in missing)):
         remove_unfinished(path)
-        if not path.exists():
-            missing.append((path, rows))
 
     arrays, tokens = manifest["arrays"], int(sum(kept.lengths[rows].sum() for _, rows in missing))
     _require_room(folder, int(kept.lengths.sum()), tokens, arrays)
@@ -109,6 +100,29 @@ def write_features(
         rate = tokens / (time.perf_counter() - begin)
         speed = rate * _bytes_per_token(arrays) / 1e6
         logger.info("%.0f tokens/s: training gains where the disk reads more than %.0f MB/s.", rate, speed)
+
+
+def tokens_left(folder: Path, data: DataSettings, sequences: Sequences, wanted: dict[str, Any]) -> int:
+    """Of how many tokens :func:`write_features` would compute the features. Raises as that does for ``folder``."""
+    manifest = _begun(folder, data, wanted)
+    kept, numbers = trainable(sequences, manifest["max_length"])
+    return int(sum(kept.lengths[rows].sum() for _, rows in _missing(folder, manifest, numbers)))
+
+
+def _begun(folder: Path, data: DataSettings, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The manifest by which ``folder`` is written: its own, or a new one of what is ``wanted``."""
+    if (folder / MANIFEST).exists():
+        return _read_manifest(folder, wanted)
+    if any(folder.glob("*.safetensors")):
+        raise DataError(f"{folder} holds files but no {MANIFEST}. Set data.cached_features to an empty folder.")
+    return wanted | {"shards": shard_sizes(data.folder, "train")}
+
+
+def _missing(folder: Path, manifest: dict[str, Any], numbers: Ints) -> list[tuple[Path, Ints]]:
+    """The files that are not there, and the rows of each; ``numbers [N]`` are those of all rows in the dataset."""
+    ends = np.searchsorted(numbers, np.cumsum([0, *manifest["shards"]]))
+    files = ((_path(folder, i), rows) for i, rows in enumerate(map(np.arange, ends[:-1], ends[1:])))
+    return [(path, rows) for path, rows in files if not path.exists()]
 
 
 def _computed(
@@ -181,7 +195,7 @@ def require_features(folder: Path) -> None:
 
 
 class CachedFeatures:
-    """The finished cache in ``folder``; of its arrays those that ``wanted`` (of :func:`describe`) has.
+    """The finished cache in ``folder``; of its arrays and layers those that ``wanted`` (of :func:`describe`) has.
 
     Raises :class:`~dflash.errors.DataError` if it holds other features, is unfinished or is not there.
     """
@@ -190,6 +204,7 @@ class CachedFeatures:
         require_features(folder)
         manifest = _read_manifest(folder, wanted)
         self.folder, self.names = folder, list(wanted["arrays"])
+        self._cached, self._wanted = manifest["layer_ids"], wanted["layer_ids"]
         self._ends = np.cumsum(manifest["shards"])
         if not all(_path(folder, i).exists() for i in range(len(self._ends))):
             raise DataError(f"The features in {folder} are not finished. Run 'dflash cache-features' again.")
@@ -206,6 +221,8 @@ class CachedFeatures:
             batch = []
             for name in self.names:
                 rows = [files[i][f"{number}.{name}"] for i, number in zip(shards, numbers, strict=True)]
+                if name == "features" and self._wanted != self._cached:
+                    rows = list(map(self._select, rows))
                 longest = max(len(row) for row in rows)
                 batch.append(mx.stack([mx.pad(row, [(0, longest - len(row)), (0, 0)]) for row in rows]))
             mx.eval(batch)
@@ -216,6 +233,11 @@ class CachedFeatures:
                 "Remove it and run 'dflash cache-features' again."
             ) from error
         return batch
+
+    def _select(self, features_LF: mx.array) -> mx.array:
+        """The columns of the wanted layers, in their order, of the features of all cached ones."""
+        layers = dict(zip(self._cached, mx.split(features_LF, len(self._cached), axis=-1), strict=True))
+        return mx.concatenate([layers[i] for i in self._wanted], axis=-1)
 
 
 def with_cached_features(batches: Batches, cached: CachedFeatures) -> Callable[[int], Batch]:
@@ -253,7 +275,10 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _read_manifest(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a cache that holds what is ``wanted``; longer sequences and hidden states may be there too."""
+    """The manifest of a cache that holds what is ``wanted``.
+
+    Other layers, longer sequences and hidden states may be there too, and layers in another order.
+    """
     try:
         there = read_json(folder / MANIFEST)
     except CheckpointError as error:
@@ -262,10 +287,16 @@ def _read_manifest(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         "max_length": min(there.get("max_length", 0), wanted["max_length"]),
         "arrays": {name: array for name, array in there.get("arrays", {}).items() if name in wanted["arrays"]},
     }
-    for key, value in wanted.items():
+    layer_ids, cached = wanted["layer_ids"], there.get("layer_ids", [])
+    expected = wanted
+    if set(layer_ids) <= set(cached):
+        features = wanted["arrays"]["features"]
+        wider = features | {"width": features["width"] // len(layer_ids) * len(cached)}
+        expected = wanted | {"layer_ids": cached, "arrays": wanted["arrays"] | {"features": wider}}
+    for key, value in expected.items():
         if found.get(key) != value:
             raise DataError(
-                f"The features in {folder} have {key} {there.get(key)!r}, this recipe needs {value!r}. "
+                f"The features in {folder} have {key} {there.get(key)!r}, this recipe needs {wanted[key]!r}. "
                 "Set data.cached_features to another folder, or remove that one."
             )
     return there

@@ -51,7 +51,9 @@ def dataset(folder: Path, seed: int = 0, sizes: tuple[int, ...] = (5, 1, 6)) -> 
     return Sequences.concatenate(parts)
 
 
-def made(tmp_path: Path, name: str = "llama", with_hidden: bool = True, dtype=mx.float32) -> SimpleNamespace:
+def made(
+    tmp_path: Path, name: str = "llama", with_hidden: bool = True, dtype=mx.float32, layers: tuple[int, ...] = LAYERS
+) -> SimpleNamespace:
     """A dataset, a target, and the target's features in ``tmp_path / "features"``."""
     model = small.build(name)
     model.set_dtype(dtype)
@@ -59,7 +61,7 @@ def made(tmp_path: Path, name: str = "llama", with_hidden: bool = True, dtype=mx
     sequences = dataset(tmp_path / "data")
     data = DataSettings(tmp_path / "data", max_length=48, batch_tokens=96, anchors=3)
     it = SimpleNamespace(target=target, data=data, sequences=sequences, folder=tmp_path / "features")
-    it.wanted = fc.describe(data, sequences, target, LAYERS, with_hidden)
+    it.wanted = fc.describe(data, sequences, target, layers, with_hidden)
     it.write = lambda: fc.write_features(it.folder, data, sequences, target, it.wanted)
     it.write()
     it.batches = Batches(sequences, data, epochs=2)
@@ -112,6 +114,33 @@ def test_cached_arrays_are_bit_for_bit_what_the_target_computed_in_its_dtype(dty
             assert mx.array_equal(found[0], expected[: len(tokens)])
 
 
+@pytest.mark.parametrize("layers", [(2,), (0, 3), (3, 0, 2), (2, 0)])
+def test_a_cache_of_more_layers_in_any_order_holds_those_of_fewer_bit_for_bit(layers, tmp_path):
+    more, exact = made(tmp_path / "more", layers=(2, 0, 3)), made(tmp_path / "exact", layers=layers)
+    numbers = exact.batches.numbers[:4]
+    arrays = [fc.CachedFeatures(it.folder, exact.wanted).read(numbers) for it in (more, exact)]
+    assert arrays[1][0].shape[-1] == len(layers) * 64
+    for found, expected in zip(*arrays, strict=True):
+        assert mx.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "mix"])
+def test_a_drafter_learns_the_same_to_the_last_bit_from_a_cache_of_more_layers(kind, tmp_path):
+    objective, results = ObjectiveSettings(kind), []
+    exact, more = made(tmp_path / "exact"), made(tmp_path / "more", layers=(3, 2, 1, 0))
+    wanted = fc.describe(exact.data, exact.sequences, exact.target, LAYERS, objective.needs_target_logits)
+    for it in (exact, more):
+        batch, losses = fc.with_cached_features(it.batches, fc.CachedFeatures(it.folder, wanted)), []
+        drafter = new_drafter(SHAPE, it.target)
+        loss = partial(drafter_loss, objective=objective, head=it.target.head, dtype=mx.float32)
+        fit(drafter, batch, loss, FitSettings(steps=3, log_every=1), it.folder.parent / "run", on_log=[losses.append])
+        weights = dict(tree_flatten(drafter.parameters()))
+        results.append(([line["loss"] for line in losses if "loss" in line], weights))
+    assert len(results[0][0]) == 3
+    assert results[0][0] == results[1][0]
+    assert all(mx.array_equal(weight, results[1][1][key]) for key, weight in results[0][1].items())
+
+
 def test_shorter_sequences_of_a_batch_are_followed_by_zeros(tmp_path):
     it = made(tmp_path)
     numbers = it.batches.numbers[:3]
@@ -133,7 +162,7 @@ def test_only_what_can_be_trained_on_is_cached(tmp_path):
 def test_reading_a_batch_holds_that_batch_alone(tmp_path):
     header = {f"{i}.features": ("F32", (100, 64)) for i in range(50)}
     fc._stream_safetensors(tmp_path / "000000.safetensors", header, (mx.full((100, 64), i) * 1.0 for i in range(50)))
-    wanted = {"max_length": 100, "arrays": {"features": {"width": 64, "dtype": "F32"}}}
+    wanted = {"max_length": 100, "layer_ids": [0], "arrays": {"features": {"width": 64, "dtype": "F32"}}}
     write_json(tmp_path / shards.MANIFEST, wanted | {"shards": [50]})
     cached, size = fc.CachedFeatures(tmp_path, wanted), 100 * 64 * 4
     mx.clear_cache()
@@ -176,6 +205,21 @@ def test_a_killed_run_goes_on_with_the_missing_files_to_the_same_bytes(tmp_path,
     calls.clear()
     it.write()
     assert not calls
+
+
+def test_a_folder_of_more_layers_is_finished_as_it_was_begun_and_then_left_alone(tmp_path, monkeypatch):
+    it = made(tmp_path, layers=(0, 2, 3))
+    whole, fewer = files(it.folder), fc.describe(it.data, it.sequences, it.target, (3,), False)
+    assert fc.tokens_left(it.folder, it.data, it.sequences, fewer) == 0
+    (it.folder / "000002.safetensors").unlink()
+    missing = it.batches.numbers >= 5 + 1  # after the sequences of the other two
+    left = int(it.batches.sequences.lengths[missing].sum())
+    assert fc.tokens_left(it.folder, it.data, it.sequences, fewer) == left
+    fc.write_features(it.folder, it.data, it.sequences, it.target, fewer)
+    assert files(it.folder) == whole
+    monkeypatch.setattr(fc, "forward_hidden", None)
+    fc.write_features(it.folder, it.data, it.sequences, it.target, fewer)
+    assert files(it.folder) == whole
 
 
 def test_the_size_is_stated_before_it_starts_and_a_disk_without_room_is_refused(tmp_path, monkeypatch, caplog):
@@ -242,7 +286,7 @@ def test_hidden_states_that_are_no_numbers_are_not_cached(tmp_path):
 def test_a_cache_of_something_else_is_refused_for_reading_and_writing(tmp_path):
     it = made(tmp_path, with_hidden=False)
     others = {
-        "layer_ids": fc.describe(it.data, it.sequences, it.target, (1, 3), False),
+        "layer_ids": fc.describe(it.data, it.sequences, it.target, (2, 3), False),
         "arrays": fc.describe(it.data, it.sequences, it.target, LAYERS, True),
         "max_length": it.wanted | {"max_length": 49},
         "dataset": it.wanted | {"dataset": shards.dataset_fingerprint(dataset(tmp_path / "other", seed=1))},

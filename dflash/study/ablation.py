@@ -65,20 +65,12 @@ def open_plan(study: Study, only: list[str] | None = None) -> Plan:
 def train_missing(plan: Plan) -> None:
     """Train each drafter that is not complete, one after the other."""
     missing = [key for key in plan.trainings if plan.finished(key) is None]
-    cache_missing([plan.trainings[key] for key in missing])
+    for training in plan.caches(missing).values():
+        cache_features(plan.trainings[training])
     for number, key in enumerate(missing, 1):
         cell = next(cell for cell in plan.cells if cell.training == key)
         logger.info("Training %d of %d: %s", number, len(missing), cell)
         train_one(plan, key, plan.trainings[key])
-
-
-def cache_missing(recipes: list[Recipe]) -> None:
-    """Compute the features that ``recipes`` read, where the study caches them; those for logits serve all others."""
-    folders = {recipe.data.cached_features: recipe for recipe in recipes}
-    folders |= {r.data.cached_features: r for r in recipes if r.objective.needs_target_logits}
-    for folder, recipe in folders.items():
-        if folder is not None:
-            cache_features(recipe)
 
 
 def train_one(plan: Plan, key: str, recipe: Recipe) -> None:

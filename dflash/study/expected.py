@@ -8,12 +8,14 @@ import logging
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from ..training.batches import Batches
 from ..training.data.dataset import open_dataset
+from ..training.features import describe, tokens_left, with_target_pass
 from ..training.loop.run_folder import STATE, read_log, read_progress
 from ..training.recipe import Recipe
 from ..training.train import train
@@ -75,7 +77,27 @@ def _training_time(plan: Plan) -> tuple[float, str]:
     else:
         each, source = _trial_step(plan.trainings[missing[0]]), f"a trial of {_TRIAL_STEPS} steps of the first cell"
     left = sum(_steps(plan.trainings[key]) - _steps_done(plan, key) for key in missing)
-    return each * left, f"{left} steps of {each:.2g} s, from {source}"
+    seconds, tokens = _features_time(plan, missing)
+    cached = f"; {tokens} tokens of features, {seconds:.2g} s" if tokens else ""
+    return each * left + seconds, f"{left} steps of {each:.2g} s, from {source}{cached}"
+
+
+def _features_time(plan: Plan, missing: Sequence[str]) -> tuple[float, int]:
+    """Seconds, by the time of one batch, and tokens of the target's passes that ``missing`` trainings have cached."""
+    seconds, total = 0.0, 0
+    for folder, key in plan.caches(missing).items():
+        data = plan.trainings[key].data
+        sequences = open_dataset(data.folder, "train", None)
+        wanted = describe(data, sequences, plan.target, *plan.reads[key])
+        tokens = tokens_left(folder, data, sequences, wanted)
+        if tokens:
+            batches = Batches(sequences, data, epochs=1)
+            batch = with_target_pass(batches, plan.target, *plan.reads[key])
+            batch(0)  # uncounted: it compiles, and makes arrays
+            begin = time.perf_counter()
+            read = batch(0).tokens.size
+            seconds, total = seconds + (time.perf_counter() - begin) / read * tokens, total + tokens
+    return seconds, total
 
 
 def _steps(recipe: Recipe) -> int:

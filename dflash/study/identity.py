@@ -12,14 +12,17 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..drafters.kinds import drafter_class
 from ..drafters.mtp import NAME as MTP
 from ..drafters.ngram import NAME as NGRAM
 from ..files import resolve_checkpoint
 from ..generate import PAIR
+from ..target import LoadedTargetModel
 from ..training.data.dataset import dataset_fingerprint, open_dataset, read_manifest
-from ..training.recipe import Recipe
+from ..training.drafters.init import drafter_config, new_drafter
+from ..training.recipe import DataSettings, Recipe
 from ..training.settings import key_of, to_dict
 from .settings import BUNDLED, Cell
 
@@ -45,12 +48,36 @@ def training_key(recipe: Recipe, target: str) -> str:
     return _digest({"version": VERSION, "recipe": values, "dataset": _dataset(recipe.data.folder)})
 
 
-def features_key(recipe: Recipe, with_logits: bool) -> str:
-    """Of the target's features that a recipe reads, with the states that its logits come from or without."""
-    shape, ids = recipe.drafter, list(recipe.drafter.target_layer_ids)
-    layers = [shape.kind, shape.options, ids or shape.num_hidden_layers, shape.from_]
-    target = read_manifest(recipe.data.folder)["target"]
-    return _digest([target, _dataset(recipe.data.folder), recipe.data.max_length, layers, with_logits])
+class FeaturesRead(NamedTuple):
+    """What a training reads of the target: the features of layers and, for its logits, the final hidden states."""
+
+    layer_ids: tuple[int, ...]
+    with_hidden: bool
+
+    @property
+    def amount(self) -> tuple[bool, int]:
+        """Greater for what serves more trainings."""
+        return self.with_hidden, len(self.layer_ids)
+
+
+def features_read(recipe: Recipe, target: LoadedTargetModel) -> FeaturesRead:
+    """What the training of ``recipe`` reads of ``target``.
+
+    Raises :class:`~dflash.errors.DFlashError` for a drafter that cannot be made for it or read.
+    """
+    shape = recipe.drafter
+    if shape.from_ is not None:
+        drafter: Any = new_drafter(shape, target)
+    else:
+        drafter = drafter_class(shape.kind)(drafter_config(shape, target))  # its weights are never computed
+    with_hidden = recipe.objective.needs_target_logits or drafter.needs_target_logits
+    return FeaturesRead(drafter.target_layer_ids, with_hidden)
+
+
+def features_key(data: DataSettings, layer_ids: Sequence[int], with_hidden: bool) -> str:
+    """Of a cache of the target's features, by what is in it; the order of the layers is not, since any can be read."""
+    target, dataset = read_manifest(data.folder)["target"], _dataset(data.folder)["train"]
+    return _digest([target, dataset, data.max_length, sorted(layer_ids), with_hidden])
 
 
 def _given(settings: Any) -> dict[str, Any]:

@@ -22,7 +22,17 @@ from ..target.identity import target_fingerprint
 from ..tokens import prompt_tokens
 from ..training.recipe import Recipe
 from .answers import Answers
-from .identity import decoding_key, drafter_identity, features_key, plain_key, plain_options, prompt_key, training_key
+from .identity import (
+    FeaturesRead,
+    decoding_key,
+    drafter_identity,
+    features_key,
+    features_read,
+    plain_key,
+    plain_options,
+    prompt_key,
+    training_key,
+)
 from .settings import BUNDLED, HELDOUT, Cell, PromptSet, Study, make_cells
 
 FEATURES_FOLDER, TRAINED_FOLDER, FINISHED = "features", "trained", "finished.json"
@@ -78,17 +88,51 @@ class Plan:
     @cached_property
     def trainings(self) -> dict[str, Recipe]:
         """The recipe of each drafter by its key; its run folder is its own."""
-        recipes = {
-            c.training: c.cell.recipe for c in self.cells if c.training is not None and c.cell.recipe is not None
-        }
-        with_logits = {_layers(r) for r in recipes.values() if r.objective.needs_target_logits}
-        for key, recipe in recipes.items():
+        names, recipes = self._feature_keys() if self.study.cache_features else {}, {}
+        for key, recipe in self._recipes.items():
             run, data = dataclasses.replace(recipe.run, folder=self.run_folder(key)), recipe.data
-            if self.study.cache_features:
-                name = features_key(recipe, _layers(recipe) in with_logits)
-                data = dataclasses.replace(data, cached_features=self.folder / FEATURES_FOLDER / name)
+            if key in names:
+                data = dataclasses.replace(data, cached_features=self.folder / FEATURES_FOLDER / names[key])
             recipes[key] = dataclasses.replace(recipe, run=run, data=data)
         return recipes
+
+    @cached_property
+    def reads(self) -> dict[str, FeaturesRead]:
+        """What each training reads of the target, by its key."""
+        known: dict[str, FeaturesRead] = {}
+        reads = {}
+        for key, recipe in self._recipes.items():
+            alike = repr((dataclasses.replace(recipe.drafter, seed=0), recipe.objective.kind))
+            if alike not in known:
+                known[alike] = features_read(recipe, self.target)
+            reads[key] = known[alike]
+        return reads
+
+    def caches(self, trainings: Sequence[str]) -> dict[Path, str]:
+        """The folders of features that ``trainings`` read, each with the key of the training that needs most of it.
+
+        A folder of the study's own is the one that its key says, so there finished trainings count too.
+        """
+        folders = {self.trainings[key].data.cached_features for key in trainings}
+        readers = [
+            (folder, key)
+            for key in (self.trainings if self.study.cache_features else trainings)
+            if (folder := self.trainings[key].data.cached_features) is not None and folder in folders
+        ]
+        return dict(sorted(readers, key=lambda reader: self.reads[reader[1]].amount))  # the last one of a folder stays
+
+    def _feature_keys(self) -> dict[str, str]:
+        """The key of each training's features; with hidden states where any training needs them."""
+
+        def name(key: str, with_hidden: bool) -> str:
+            return features_key(self._recipes[key].data, self.reads[key].layer_ids, with_hidden)
+
+        complete = {name(key, True) for key, read in self.reads.items() if read.with_hidden}
+        return {key: name(key, name(key, True) in complete) for key in self.reads}
+
+    @cached_property
+    def _recipes(self) -> dict[str, Recipe]:
+        return {c.training: c.cell.recipe for c in self.cells if c.training is not None and c.cell.recipe is not None}
 
     @cached_property
     def sides(self) -> dict[str, PlannedCell]:
@@ -112,11 +156,6 @@ class Plan:
         options = plain_options(planned.cell) if plain else planned.cell.options
         drafter = {"drafter": "none"} if plain else planned.cell.drafter
         return Answers(self.folder, key, {"drafter": drafter, "options": options})
-
-
-def _layers(recipe: Recipe) -> str:
-    """What the features of a recipe are read from."""
-    return features_key(recipe, False)
 
 
 def _planned(cell: Cell, target: str) -> PlannedCell:

@@ -14,11 +14,19 @@ from pathlib import Path
 import pytest
 from support.cli import assert_one_error, invoke
 
+from dflash import load_target
+from dflash.drafters.checkpoint import save_drafter
 from dflash.errors import DFlashError
 from dflash.files import exclusive_lock
 from dflash.study import ablate, ablation, collect, effects, write_results
 from dflash.study.ablation import open_plan
 from dflash.study.answers import Answers
+from dflash.study.expected import expected_time
+from dflash.training.data.dataset import open_dataset
+from dflash.training.drafters.init import new_drafter
+from dflash.training.recipe import DrafterShape
+from dflash.training.settings import from_dict
+from dflash.training.train import cache_features
 
 
 @pytest.fixture
@@ -154,6 +162,55 @@ def test_features_are_cached_once_for_cells_that_read_the_same_layers(make, plac
     assert [c.row()["acceptance_length"] for c in collect(plan)] == [
         c.row()["acceptance_length"] for c in collect(direct)
     ]
+
+
+def test_cells_share_features_by_the_layers_that_their_drafters_read_and_by_nothing_else(make, place, tmp_path):
+    heads = {"drafter.kind": "dspark", "drafter.options": {"markov_rank": 8}}
+    target = load_target(place / "target")
+    for name, changes in (("start", {}), ("start-with-heads", {"kind": "dspark", "options": {"markov_rank": 8}})):
+        shape = from_dict(DrafterShape, make().recipe["drafter"] | changes, "drafter")
+        save_drafter(new_drafter(shape, target), tmp_path / name)
+
+    def folders(**cells: dict) -> list[str]:
+        varied = {label: {f"train.{name}": v for name, v in values.items()} for label, values in cells.items()}
+        plan = open_plan(make(cache_features=True, plain=False, vary={"cell": varied}))
+        return [plan.trainings[cell.training].data.cached_features.name for cell in plan.cells]
+
+    blind = {**heads, "drafter.options": {"markov_rank": 8, "enable_confidence_head": False}}
+    ids = {"drafter.target_layer_ids": [2, 0]}
+    start = {"drafter.from": str(tmp_path / "start"), "drafter.target_layer_ids": []}
+    spread = {"drafter.target_layer_ids": []}  # one layer of the drafter reads the middle one of four
+    alike = folders(a={"drafter.block_size": 4}, b=ids, c=start, d=blind, e={"drafter.seed": 5}, f={"run.steps": 2})
+    assert len(set(alike)) == 1
+    first, middle, second = folders(a={"run.steps": 3}, b=spread, c={"drafter.target_layer_ids": [2]})
+    assert first == alike[0] != middle == second
+    for needing in (heads, {"drafter.from": str(tmp_path / "start-with-heads")}, {"objective.kind": "kl"}):
+        with_hidden, same, apart = folders(a=needing, b={"run.steps": 2}, c=spread)
+        assert with_hidden == same != first
+        assert apart == middle
+    (shorter,) = folders(a={"data.max_length": 30})
+    assert shorter not in (first, middle, with_hidden)
+
+
+def test_features_are_computed_once_for_all_kinds_and_for_the_one_that_needs_most(make, place, monkeypatch):
+    read: list[tuple] = []
+    monkeypatch.setattr(ablation, "cache_features", lambda recipe: read.append(cache_features(recipe)))
+    kinds = {
+        "dspark": {"train.drafter.kind": "dspark", "train.drafter.options": {"markov_rank": 8}},
+        "dflash": {"train.drafter.kind": "dflash"},
+        "reversed": {"train.drafter.target_layer_ids": [2, 0]},
+    }
+    study = make(cache_features=True, plain=False, vary={"drafter": kinds})
+    before = expected_time(open_plan(study))
+    tokens = int(open_dataset(place / "data", "train", None).lengths.sum())
+    assert f"; {tokens} tokens of features, " in before.training_from
+    plan = ablate(study)
+    assert len(read) == len(list((plan.folder / "features").iterdir())) == 1
+    assert [cell.row()["complete"] for cell in collect(plan)] == [True] * 3
+    more = open_plan(make(cache_features=True, plain=False, vary={"drafter": kinds}, seeds=[0, 1]))
+    assert "features" not in expected_time(more).training_from  # they are there
+    (needing,) = more.caches([cell.training for cell in more.cells if "dflash" in cell.cell.levels["drafter"]]).values()
+    assert more.trainings[needing].drafter.kind == "dspark"  # it would fill the folder again, finished or not
 
 
 def test_two_processes_cannot_share_a_folder(make):

@@ -13,8 +13,10 @@ computes.
 """
 
 import os
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -33,8 +35,9 @@ VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _GAIN = 0.87  # of the present time: what is not clearly quicker is not worth a change, nor noise a flapping
 _PASSES, _BUDGET = 4, 0.05  # timed passes and seconds for each count, whichever is reached first
 _PERIOD = 40  # decode this many times as long as a measurement took before the next: 2.5 % of the time
-_PERIOD_IF_SLOW = 10  # the same where passes have become slow
+_PERIOD_IF_CHANGED = 10  # the same where passes have become slow, or twice as long or short as those timed
 _SLOW, _SLOW_PASSES = 1.5, 4  # so many passes in a row, each so many times the usual time, are a change
+_ENOUGH, _LAST = 8, 64  # passes from which their usual length is known, and the most that are looked at
 
 _in_use = threading.Lock()  # the count is the process's, so one use at a time decides it
 
@@ -50,13 +53,14 @@ class DecodeThreads:
 
     Args:
         run_pass: A target pass of its argument's number of tokens, evaluated; returns the logits.
-        block_size: Tokens of the pass that is timed.
+        block_size: Tokens of the longest pass. It is timed first, and later one as long as most were.
         clock: Seconds.
     """
 
     def __init__(self, run_pass: RunPass, block_size: int, clock: Callable[[], float] = time.perf_counter):
         self.seconds: dict[int, float] = {}
-        """Mean time of a pass of ``block_size`` tokens at each count, from the last measurement."""
+        """Mean time of a pass of ``timed`` tokens at each count, from the last measurement."""
+        self.timed = block_size
         self.count: int | None = None
         """The chosen count; ``None`` before the first measurement and where the count is left alone."""
         self._run_pass, self._block_size, self._clock = run_pass, block_size, clock
@@ -65,6 +69,7 @@ class DecodeThreads:
         self._cost = self._spent = 0.0  # seconds of the last measurement, and of decoding since then
         self._usual: dict[int, float] = {}  # seconds of a block by its drafts
         self._slow = 0  # blocks in a row that took much longer
+        self._lengths: deque[int] = deque(maxlen=_LAST)  # tokens of the last passes, since the last measurement
 
     @contextmanager
     def in_use(self) -> Iterator[bool]:
@@ -101,6 +106,7 @@ class DecodeThreads:
     def observe(self, drafted: int, seconds: float) -> None:
         """Learn from a block of ``drafted`` tokens what decoding costs now."""
         self._spent += seconds
+        self._lengths.append(drafted + 1)
         usual = self._usual.setdefault(drafted, seconds)
         if seconds > _SLOW * usual:
             self._slow += 1
@@ -120,11 +126,16 @@ class DecodeThreads:
             return left_alone() or "chosen by the target's passes when a text begins"
         times = ", ".join(f"{1000 * s:.3g} ms with {n}" for n, s in sorted(self.seconds.items()))
         others = f"; logits differ with {', '.join(map(str, self._other_bits))}" if self._other_bits else ""
-        return f"{self.count} of {self._most}: a pass of {self._block_size} tokens takes {times}{others}"
+        return f"{self.count} of {self._most}: a pass of {self.timed} tokens takes {times}{others}"
 
     def _due(self) -> bool:
-        period = _PERIOD_IF_SLOW if self._slow >= _SLOW_PASSES else _PERIOD
+        changed = self._slow >= _SLOW_PASSES or not self.timed / 2 <= self._usual_length() <= 2 * self.timed
+        period = _PERIOD_IF_CHANGED if changed else _PERIOD
         return self.count is None or self._spent >= period * self._cost
+
+    def _usual_length(self) -> int:
+        """Tokens of most of the last passes; as long as those are few, of what was timed."""
+        return statistics.median_low(self._lengths) if len(self._lengths) >= _ENOUGH else self.timed
 
     def _decide(self, most: int) -> None:
         if self._due() or most != self._most:
@@ -134,7 +145,8 @@ class DecodeThreads:
         backend.set_blas_threads(self.count or most)
 
     def _measure(self, most: int) -> None:
-        seconds, logits = {}, {}
+        seconds, logits, self.timed = {}, {}, self._usual_length()
+        self._lengths.clear()
         for count in sorted(candidates(most)):  # fewest first: threads that are not needed any more spin for a while
             backend.set_blas_threads(count)
             seconds[count], logits[count] = self._time_pass()
@@ -144,15 +156,15 @@ class DecodeThreads:
         self.seconds, self.count, self._most = seconds, best_count(usable, now), most
 
     def _time_pass(self) -> tuple[float, list[mx.array]]:
-        logits = [self._run_pass(1)]  # not timed, as threads start here
+        logits = [self._run_pass(tokens) for tokens in sorted({1, self._block_size} - {self.timed})]  # threads start
         began = self._clock()
-        logits.append(self._run_pass(self._block_size))
+        logits.append(self._run_pass(self.timed))
         first = self._clock() - began
         if first >= _BUDGET:  # long enough to be a mean of its own
             return first, logits
         began, passes = self._clock(), 0
         while passes < _PASSES and (passes == 0 or self._clock() - began < _BUDGET):
-            self._run_pass(self._block_size)
+            self._run_pass(self.timed)
             passes += 1
         return (self._clock() - began) / passes, logits
 

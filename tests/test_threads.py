@@ -126,6 +126,28 @@ def test_long_passes_are_measured_once_each(machine):
     assert machine.passes == 4  # of one token and of a block, with each count
 
 
+def test_what_is_timed_is_a_pass_as_long_as_most_and_the_longest_must_have_the_same_bits(machine):
+    """One thread is as quick for a few tokens; for a whole block, which is rare, two are quicker."""
+    choice, few, many = chooser(machine), {1: 0.16, 2: 0.16}, QUIET
+
+    def run_pass(tokens: int) -> mx.array:
+        machine.seconds = many if tokens == 16 else few
+        return machine.run_pass(tokens)
+
+    choice._run_pass = run_pass
+    with choice.in_use():
+        assert (machine.count, choice.timed) == (2, 16)
+        machine.seconds = few
+        for _ in choice.watch(machine.blocks(100, 1)):
+            machine.seconds = few
+    assert (choice.count, choice.timed) == (1, 2)
+    assert choice.seconds == pytest.approx({1: 0.02, 2: 0.02})
+    choice._run_pass = lambda tokens: mx.array([machine.count if tokens == 16 else 0])
+    choice.measure()
+    assert choice.count == 2
+    assert str(choice).endswith("; logits differ with 1")
+
+
 def test_a_count_that_changes_a_bit_is_never_chosen(machine):
     machine.seconds, machine.bits = BUSY, {1: 1e-30}
     choice = chooser(machine)

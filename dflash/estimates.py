@@ -24,8 +24,9 @@ class BlockCosts:
     on every device the curve is a staircase (matrix tiles). Uncertainty grows while a length is not used.
     """
 
-    level, shape, distance, plain, noise = 1.0, 0.4, 9.0, 0.3, 0.14  # standard deviations of logarithms; lengths
-    level_drift, shape_drift = 0.03, 0.03  # the same, a block
+    level, shape, distance, plain, noise = 1.0, 0.4, 6.0, 0.3, 0.1  # standard deviations of logarithms; lengths
+    level_drift, shape_drift = 0.03, 0.02  # the same, a block
+    familiar = 0.07  # the same, of a length that is known as well as any
 
     def __init__(self) -> None:
         position = np.arange(LONGEST + 2)  # plain step, no draft, one draft, ...
@@ -68,9 +69,13 @@ class BlockCosts:
         return math.exp(self._known_mean()[_position(drafts)])
 
     def hoped(self, drafts: int) -> float:
-        """Seconds if it goes as well as one standard deviation: what is not known well gets tried."""
+        """Seconds if it goes as well as one standard deviation: what is not known well gets tried.
+
+        Where the deviation is ``familiar``, trying the length again would tell little.
+        """
         i = _position(drafts)
-        return math.exp(self._known_mean()[i] - math.sqrt(max(self._covariance[i, i], 0.0)))
+        deviation = math.sqrt(max(self._covariance[i, i], 0.0))
+        return math.exp(self._known_mean()[i] - max(deviation - self.familiar, 0.0))
 
     def seconds(self) -> dict[int, float]:
         """Expected seconds of every length, :data:`PLAIN` too; nothing before anything was observed."""
@@ -130,8 +135,8 @@ class DraftCosts:
         return self._others >= self.trials
 
     def trial(self, most: int) -> int:
-        """Of ``most`` drafts and half of them, a number that tells the two parts from each other."""
-        return most if self._unit is None or most != self._unit[0] else max(1, most // 2)
+        """Of ``most`` drafts and half of those that there were first, a number that tells the two parts apart."""
+        return most if self._unit is None or most < self._unit[0] else max(1, self._unit[0] // 2)
 
     def parts(self) -> tuple[float, float] | None:
         """Seconds that are always paid, and those of each draft; ``None`` as long as they are not known."""

@@ -33,7 +33,8 @@ VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """A user's own settings: where one of them is set, its count is kept."""
 
 _GAIN = 0.87  # of the present time: what is not clearly quicker is not worth a change, nor noise a flapping
-_PASSES, _BUDGET = 4, 0.05  # timed passes and seconds for each count, whichever is reached first
+_ROUNDS, _PASSES = 2, 2  # of all counts in turns, as the machine changes meanwhile; timed passes a round
+_LONG = 0.5  # seconds of a pass that is timed once
 _PERIOD = 40  # decode this many times as long as a measurement took before the next: 2.5 % of the time
 _PERIOD_IF_CHANGED = 10  # the same where passes have become slow, or twice as long or short as those timed
 _SLOW, _SLOW_PASSES = 1.5, 4  # so many passes in a row, each so many times the usual time, are a change
@@ -59,7 +60,7 @@ class DecodeThreads:
 
     def __init__(self, run_pass: RunPass, block_size: int, clock: Callable[[], float] = time.perf_counter):
         self.seconds: dict[int, float] = {}
-        """Mean time of a pass of ``timed`` tokens at each count, from the last measurement."""
+        """Shortest time of a pass of ``timed`` tokens at each count, from the last measurement."""
         self.timed = block_size
         self.count: int | None = None
         """The chosen count; ``None`` before the first measurement and where the count is left alone."""
@@ -70,6 +71,7 @@ class DecodeThreads:
         self._usual: dict[int, float] = {}  # seconds of a block by its drafts
         self._slow = 0  # blocks in a row that took much longer
         self._lengths: deque[int] = deque(maxlen=_LAST)  # tokens of the last passes, since the last measurement
+        self._guessed = True  # what was timed: nothing was decoded before
 
     @contextmanager
     def in_use(self) -> Iterator[bool]:
@@ -129,13 +131,15 @@ class DecodeThreads:
         return f"{self.count} of {self._most}: a pass of {self.timed} tokens takes {times}{others}"
 
     def _due(self) -> bool:
-        changed = self._slow >= _SLOW_PASSES or not self.timed / 2 <= self._usual_length() <= 2 * self.timed
-        period = _PERIOD_IF_CHANGED if changed else _PERIOD
-        return self.count is None or self._spent >= period * self._cost
+        other_length = not self.timed / 2 < self._usual_length() < 2 * self.timed
+        if self.count is None or (self._guessed and other_length):
+            return True
+        changed = self._slow >= _SLOW_PASSES or other_length
+        return self._spent >= (_PERIOD_IF_CHANGED if changed else _PERIOD) * self._cost
 
     def _usual_length(self) -> int:
-        """Tokens of most of the last passes; as long as those are few, of what was timed."""
-        return statistics.median_low(self._lengths) if len(self._lengths) >= _ENOUGH else self.timed
+        """Tokens of most of the last passes, two at least; as long as those are few, of what was timed."""
+        return max(2, statistics.median_low(self._lengths)) if len(self._lengths) >= _ENOUGH else self.timed
 
     def _decide(self, most: int) -> None:
         if self._due() or most != self._most:
@@ -145,28 +149,28 @@ class DecodeThreads:
         backend.set_blas_threads(self.count or most)
 
     def _measure(self, most: int) -> None:
-        seconds, logits, self.timed = {}, {}, self._usual_length()
+        self._guessed = len(self._lengths) < _ENOUGH
+        self.timed = self._usual_length()
         self._lengths.clear()
-        for count in sorted(candidates(most)):  # fewest first: threads that are not needed any more spin for a while
+        counts, seconds, logits = sorted(candidates(most)), {}, {}
+        for count in counts:  # fewest first: threads that are not needed any more spin for a while
             backend.set_blas_threads(count)
-            seconds[count], logits[count] = self._time_pass()
+            logits[count] = [self._run_pass(tokens) for tokens in sorted({1, self._block_size} - {self.timed})]
+            seconds[count], last = self._time_pass()
+            logits[count].append(last)
+        if max(seconds.values()) < _LONG:  # or what the first pass of all pays, such as memory, hardly counts
+            for count in counts * _ROUNDS:
+                backend.set_blas_threads(count)
+                seconds[count] = min(seconds[count], *(self._time_pass()[0] for _ in range(_PASSES)))
         self._other_bits = [n for n in sorted(logits) if not _same_bits(logits[n], logits[most])]
         usable = {n: s for n, s in seconds.items() if n not in self._other_bits} or {most: seconds[most]}
         now = self.count if self.count in usable else most
         self.seconds, self.count, self._most = seconds, best_count(usable, now), most
 
-    def _time_pass(self) -> tuple[float, list[mx.array]]:
-        logits = [self._run_pass(tokens) for tokens in sorted({1, self._block_size} - {self.timed})]  # threads start
+    def _time_pass(self) -> tuple[float, mx.array]:
         began = self._clock()
-        logits.append(self._run_pass(self.timed))
-        first = self._clock() - began
-        if first >= _BUDGET:  # long enough to be a mean of its own
-            return first, logits
-        began, passes = self._clock(), 0
-        while passes < _PASSES and (passes == 0 or self._clock() - began < _BUDGET):
-            self._run_pass(self.timed)
-            passes += 1
-        return (self._clock() - began) / passes, logits
+        logits = self._run_pass(self.timed)
+        return self._clock() - began, logits
 
 
 def left_alone() -> str | None:

@@ -313,7 +313,7 @@ class DFlashSpeculativeDecoder:
             state = prefill(run, prompt, options.prefill_step_size, *caches)
             with self.threads.in_use() as decides:
                 blocks = decode(run, state, max_tokens, self.block_size)
-                watched = self.threads.watch(blocks) if decides else blocks
+                watched = self.threads.watch(blocks, decides)
                 try:
                     for step in through_stop(chain([first_block(state)], watched), stops, max_tokens):
                         generated += len(step.tokens)

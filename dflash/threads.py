@@ -93,8 +93,8 @@ class DecodeThreads:
                 backend.set_blas_threads(most)
             _in_use.release()
 
-    def watch(self, blocks: "Iterator[Block]") -> "Iterator[Block]":
-        """The same blocks, each timed; between two of them the count may change. For a use that decides it."""
+    def watch(self, blocks: "Iterator[Block]", decides: bool = True) -> "Iterator[Block]":
+        """The same blocks, each timed; between two of them the count may change, in a use that ``decides`` it."""
         while True:
             began = self._clock()
             block = next(blocks, None)
@@ -102,7 +102,7 @@ class DecodeThreads:
                 return
             self.observe(len(block.drafted), self._clock() - began)
             yield block
-            if self._due() and self._most is not None:
+            if decides and self._due() and self._most is not None:
                 self._decide(self._most)
 
     def observe(self, drafted: int, seconds: float) -> None:

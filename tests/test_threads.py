@@ -156,6 +156,17 @@ def test_a_count_that_changes_a_bit_is_never_chosen(machine):
     assert str(choice).endswith("; logits differ with 1")
 
 
+def test_a_use_inside_another_tells_what_passes_are_like_and_changes_nothing(machine):
+    choice = chooser(machine)
+    with choice.in_use(), choice.in_use() as decides:
+        passes = machine.passes
+        for _ in choice.watch(machine.blocks(100, 1), decides):
+            pass
+        assert machine.passes == passes + 100
+    with choice.in_use():
+        assert choice.timed == 2
+
+
 def test_one_use_decides_for_those_inside_it(machine):
     outer, inner = chooser(machine), chooser(machine)
     with outer.in_use():

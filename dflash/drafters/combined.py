@@ -1,8 +1,8 @@
 """A drafter made of two: it copies where the text repeats, and asks a model where it does not.
 
 ``--drafter ngram+PATH``. Of the two drafts, the one is proposed from which more tokens are expected: the chance that a
-draft is accepted is learned from this text, for the model's drafts and for copies by how much agrees before them. A
-copy is compared with what was written even where the model drafted, which costs nothing. The policy is told which of
+draft is accepted is learned from the last texts, for the model's drafts and for copies by how much agrees before them.
+A copy is compared with what was written even where the model drafted, which costs nothing. The policy is told which of
 the two it was (:attr:`~dflash.Proposal.source`), and weighs what each costs.
 
 Knows the protocol and the index of :mod:`.ngram`. Must not know what kind of drafter the model is.
@@ -52,13 +52,10 @@ class Chance:
 
 
 class CombinedCache:
-    """The index and the model's own context, with the chances of this text and the drafts that were made last."""
+    """The index and the model's own context, with the drafts that were made last."""
 
     def __init__(self, model: Any):
         self.copies, self.model = NgramCache(), model
-        self.of_model = Chance(0.75)
-        # By the number of bits of what agrees: 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 tokens.
-        self.of_copies = [Chance(chance) for chance in (0.0, 0.2, 0.4, 0.65, 0.85, 0.93, 0.95)]
         self.made: list[tuple[Chance, Any]] = []
         self.made_at = 0
 
@@ -84,6 +81,8 @@ class CombinedCache:
 class CombinedDrafter:
     """Follows :class:`~dflash.drafters.protocol.Drafter`.
 
+    What it learns of chances serves the next text too: an answer is often too short to learn them anew.
+
     Args:
         model: The drafter for text that does not repeat. If it can draw (:class:`~dflash.drafters.protocol.
             DrawingDrafter`), so can this one.
@@ -91,6 +90,9 @@ class CombinedDrafter:
 
     def __init__(self, model: Drafter):
         self.model = model
+        self.of_model = Chance(0.75)
+        # By the number of bits of what agrees: 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 tokens.
+        self.of_copies = [Chance(chance) for chance in (0.0, 0.2, 0.4, 0.65, 0.85, 0.93, 0.95)]
         self.block_size = max(model.block_size, COPY_SIZE)
         self.target_layer_ids = model.target_layer_ids
         if hasattr(model, "draw"):
@@ -113,7 +115,7 @@ class CombinedDrafter:
         """Whether so much agrees with the end of ``text`` that a copy is worth an end of the drafter's sleep."""
         cache.copies.read_ahead(text)
         agreement = cache.copies.best_place(text[-1])[1]
-        return agreement >= WAKING and cache.of_copies[agreement.bit_length()].chance > 0.5
+        return agreement >= WAKING and self.of_copies[agreement.bit_length()].chance > 0.5
 
     def propose(self, anchor: mx.array, length: int, cache: CombinedCache) -> Proposal:
         """Up to ``length`` copied tokens, or as many of the model's as it has."""
@@ -130,10 +132,10 @@ class CombinedDrafter:
         cache.learn(last)
         end, agreement = cache.copies.best_place(last)
         copied = cache.copies.copy(end, agreement, last, min(length, COPY_SIZE - 1))
-        of_copies = cache.of_copies[agreement.bit_length()]
+        of_copies = self.of_copies[agreement.bit_length()]
         cache.made, cache.made_at = [(of_copies, copied)], cache.offset + 1
-        if (copied and of_copies.expected(len(copied)) >= cache.of_model.expected(count)) or count < 1:
+        if (copied and of_copies.expected(len(copied)) >= self.of_model.expected(count)) or count < 1:
             return Proposal(mx.array([copied], mx.int32).reshape(1, len(copied)), source=COPY)
         proposal = replace(ask(count), source=MODEL)
-        cache.made.append((cache.of_model, proposal.tokens))
+        cache.made.append((self.of_model, proposal.tokens))
         return proposal

@@ -95,6 +95,18 @@ def test_copies_that_fail_give_way_to_the_model_and_are_tried_again_when_they_wo
     assert late[len(late) // 2 :].count("ngram") > len(late) / 4
 
 
+def test_what_one_text_taught_of_copies_serves_the_next():
+    """In the first text no copy is right; of the second, which repeats itself, the model then drafts more."""
+    drafter, sources = CombinedDrafter(model_that_knows([*UNIT, 1, *UNIT, 2, *UNIT], 1.0, block_size=2)), []
+    for _ in range(2):
+        blocks, _ = written([*UNIT, 1], UNIT, drafter)
+        sources.append([block.source for block in blocks].count("ngram"))
+        for chance in drafter.of_copies:
+            for _ in range(90):
+                chance.learn([1], [2])
+    assert sources[1] < sources[0], sources
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "sliding"])
 def test_the_text_is_the_targets_own_and_the_models_context_equals_its_own_alone(kind):
     loaded, model = target(kind, 3), bound_drafter(kind, 3)

@@ -9,7 +9,7 @@ from support.models import ScriptedDrafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, register_logits_processor, register_sampler
 from dflash.errors import GenerationError
-from dflash.sampling import LOGITS_PROCESSORS, SAMPLERS, process_logits, restored_on_error
+from dflash.sampling import LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, process_logits, restored_on_error
 
 PROMPT = [3, 1, 4]
 
@@ -118,6 +118,15 @@ def test_min_p_drops_what_is_less_probable_than_its_share_of_the_best():
     expected, _ = plain_greedy(target("llama", 2).model, PROMPT, 33)
     ids = decoder(expected, p=1.0).spec_generate(PROMPT, 33, temperature=3.0, seed=1, min_p=1.0)
     assert ids.tolist() == [PROMPT + expected], "hot, but one candidate is left"
+
+
+def test_the_k_most_probable_of_fewer_tokens_are_all_of_them():
+    """As of a drafter that knows a part of the vocabulary."""
+    logits = mx.array([[1.0, 3.0, 2.0]])
+    whole = DrawingSampler(0.7).log_distribution(logits)
+    for k in (3, 5):
+        assert mx.array_equal(DrawingSampler(0.7, top_k=k).log_distribution(logits), whole).item()
+    assert mx.isinf(DrawingSampler(0.7, top_k=2).log_distribution(logits)).tolist() == [[True, False, False]]
 
 
 def test_samplers_and_processors_that_return_something_else_are_told_so():

@@ -242,7 +242,12 @@ class CachedFeatures:
 
 def with_cached_features(batches: Batches, cached: CachedFeatures) -> Callable[[int], Batch]:
     """``batches`` with the features of their sequences, and the target's final hidden states where wanted."""
-    return lambda number: Batch(*batches(number), *cached.read(batches.members(number)))
+
+    def batch(number: int) -> Batch:
+        features, *hidden = cached.read(batches.members(number))
+        return Batch(*batches(number), features, hidden[0] if hidden else None)
+
+    return batch
 
 
 # --- without a cache ----------------------------------------------------------------------------------------

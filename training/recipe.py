@@ -57,6 +57,9 @@ class DrafterShape(Checked):
     )
     num_hidden_layers: int = setting(5, "layers of the drafter", above=0)
     block_size: int = setting(16, "positions of a block, the anchor included", at_least=2, at_most=MOST_POSITIONS)
+    elastic_blocks: bool = setting(
+        False, "train blocks of every length up to block_size, so that drafting fills only the positions it needs"
+    )
     target_layer_ids: tuple[int, ...] = setting((), "target layers whose outputs it reads; default: spread evenly")
     mask_token: int | str | None = setting(
         None, "a token's text or an id that no text uses; default: the tokenizer's own mask token"

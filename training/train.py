@@ -30,7 +30,7 @@ from dflash.files import exclusive_lock, read_json, remove_unfinished, write_jso
 from dflash.progress import progress
 
 from . import reporting as _registers_its_callbacks  # noqa: F401
-from .batches import Batches
+from .batches import Batches, of_all_lengths
 from .callbacks import CALLBACKS, RunInfo, listeners
 from .data.dataset import dataset_fingerprint, open_dataset, read_manifest
 from .data.mask_token import require_unused
@@ -141,6 +141,8 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
     drafter = new_drafter(recipe.drafter, target, sequences)
     require_unused(drafter.config.mask_token_id, target, sequences, heldout)
     batch = _with_features(recipe, batches, target, drafter, sequences)
+    if drafter.config.elastic_blocks:
+        batch = of_all_lengths(batch, drafter.block_size - 1, recipe.data.seed)
 
     folder = recipe.run.folder
     identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(sequences)}

@@ -39,7 +39,9 @@ class DFlashConfig:
     ``rope_parameters`` holds one recipe of rotary positions for each layer type; without it ``rope_theta`` and
     ``rope_scaling`` are those of all layers. ``rope_is_neox_style`` false pairs neighbouring numbers. With
     ``sample_from_anchor`` the anchor's position predicts the first draft (DeepSpec), so that a block of ``block_size``
-    positions holds as many drafts. ``draft_vocab_size`` is given where the drafter knows a part of the vocabulary.
+    positions holds as many drafts. With ``elastic_blocks`` the drafter has learned blocks of every length up to
+    ``block_size``, so that one pass fills only the positions asked for (this package's own key; others fill all).
+    ``draft_vocab_size`` is given where the drafter knows a part of the vocabulary.
     ``target_fingerprint`` is that of the target it was trained for.
 
     Raises :class:`~dflash.errors.CheckpointError` when a value is impossible.
@@ -70,6 +72,7 @@ class DFlashConfig:
     final_logit_softcapping: float | None = None
     attention_bias: bool = False
     sample_from_anchor: bool = False
+    elastic_blocks: bool = False
     draft_vocab_size: int | None = None
     target_fingerprint: str | None = None
     model_type: str = field(default="qwen3", kw_only=True)
@@ -177,7 +180,8 @@ class DFlashConfig:
         }
 
 
-_INSIDE = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "sample_from_anchor")
+_INSIDE = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "sample_from_anchor",
+           "elastic_blocks")  # fmt: skip
 _OPTIONAL = frozenset({
     "num_target_layers", "sliding_window", "is_causal", "rope_parameters", "rope_is_neox_style", "attention_bias",
     "draft_vocab_size", "target_fingerprint",
@@ -205,6 +209,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rope_is_neox_style": ("true or false", lambda v: isinstance(v, bool)),
     "attention_bias": ("true or false", lambda v: isinstance(v, bool)),
     "sample_from_anchor": ("true or false", lambda v: isinstance(v, bool)),
+    "elastic_blocks": ("true or false", lambda v: isinstance(v, bool)),
     "draft_vocab_size": ("a positive whole number or null", lambda v: v is None or _is_whole(v)),
     "max_position_embeddings": ("a positive whole number", lambda v: _is_whole(v) and v > 0),
     "target_fingerprint": ("a text or null", lambda v: v is None or isinstance(v, str)),

@@ -231,10 +231,11 @@ class DFlashDraftModel(Trainable, nn.Module):
         """
         return self.layers[layer].self_attn.keys_values(context, offset)
 
-    def block_inputs(self, anchors_B: mx.array) -> mx.array:
-        """Embeddings ``[B, config.block_size, E]`` of blocks ``[anchor, mask, ..., mask]``."""
-        masks = mx.full((anchors_B.size, self.config.block_size - 1), self.config.mask_token_id, anchors_B.dtype)
-        return self.embed(mx.concatenate([anchors_B[:, None], masks], axis=1))
+    def block_inputs(self, anchors_B: mx.array, drafts: int) -> mx.array:
+        """Embeddings ``[B, L, E]`` of blocks ``[anchor, mask, ..., mask]`` whose ``L`` positions hold ``drafts``."""
+        masks = drafts - self.config.sample_from_anchor
+        masks_BM = mx.full((anchors_B.size, masks), self.config.mask_token_id, anchors_B.dtype)
+        return self.embed(mx.concatenate([anchors_B[:, None], masks_BM], axis=1))
 
     def __call__(self, x_BLE: mx.array, offset: int | mx.array, attends: Sequence[Attend]) -> mx.array:
         """Final hidden states ``[B, L, E]`` of blocks whose anchors sit at ``offset`` (one, or one a row)."""
@@ -274,7 +275,8 @@ class DFlashDraftModel(Trainable, nn.Module):
     def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
         """Fill the block after ``anchor [1, 1]`` and return its first ``length`` tokens, greedily.
 
-        The block is always as wide as in training: how many tokens are used does not change what they are.
+        The block is as wide as in training, so that how many tokens are used does not change what they are; that of a
+        drafter with ``elastic_blocks``, which has seen all lengths, is no wider than needed.
         """
         logits = self.head(self.draft_hidden(anchor, length, cache))
         return Proposal(self.tokens_of(mx.argmax(logits, axis=-1)), logits, self.candidates_of(logits))
@@ -289,7 +291,8 @@ class DFlashDraftModel(Trainable, nn.Module):
                 f"A block of {self.block_size} drafts 1 to {self.block_size - 1} tokens, not {length}."
             )
         attends = [self._attend_cached(i, kv) for i, kv in enumerate(cache.layers)]
-        hidden = self(self.block_inputs(anchor.reshape(1)), cache.offset, attends)
+        filled = length if self.config.elastic_blocks else self.block_size - 1
+        hidden = self(self.block_inputs(anchor.reshape(1), filled), cache.offset, attends)
         first = 0 if self.config.sample_from_anchor else 1
         return hidden[:, first : first + length]
 

@@ -7,8 +7,9 @@ import pytest
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash.errors import TrainingError
-from dflash.training.batches import Batches, anchor_counts, trainable
+from dflash.training.batches import Batches, anchor_counts, of_all_lengths, trainable
 from dflash.training.data.sequences import Sequences
+from dflash.training.drafters.loss import Batch
 from dflash.training.recipe import DataSettings
 from dflash.training.train import open_dataset
 
@@ -48,6 +49,13 @@ def test_a_batch_is_a_function_of_its_number(folder):
     one(0)
     for mine, theirs in zip(one(2), other(2), strict=True):
         assert mx.array_equal(mine, theirs)
+
+
+def test_blocks_of_all_lengths_are_equally_frequent_and_a_function_of_the_number():
+    of_numbers = of_all_lengths(lambda _: Batch(*[mx.zeros(1)] * 4), most=3, seed=1)
+    drafts = [of_numbers(number).drafts for number in range(300)]
+    assert drafts == [of_numbers(number).drafts for number in range(300)]
+    assert all(80 < drafts.count(length) < 120 for length in (1, 2, 3))
 
 
 def test_a_batch_has_no_more_blocks_than_asked_for_but_one_a_sequence(folder):

@@ -20,6 +20,7 @@ from support.models import plain_greedy
 from support.runs import read_log, recipe, result, write_dataset, write_recipe, write_target
 
 import dflash
+import dflash.training.train as train_module
 from dflash.errors import DFlashError, TrainingError
 from dflash.files import exclusive_lock
 from dflash.training import register_callback
@@ -229,6 +230,24 @@ def test_a_run_starts_from_given_weights(undisturbed, folder):
     before, after = (mx.load(str(run / "drafter" / "model.safetensors")) for run in (undisturbed, folder / "tuned"))
     assert before.keys() == after.keys()
     assert all(mx.array_equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_elastic_blocks_are_trained_at_every_length(undisturbed, folder, monkeypatch):
+    drafts = []
+    real = train_module.drafter_loss
+    monkeypatch.setattr(
+        train_module,
+        "drafter_loss",
+        lambda model, batch, *a, **k: drafts.append(batch.drafts) or real(model, batch, *a, **k),
+    )
+    train(recipe(folder, "elastic", "drafter.elastic_blocks=true"))
+    assert set(drafts) == {1, 2, 3}
+    assert dflash.load_drafter(folder / "elastic" / "drafter").config.elastic_blocks
+    drafts.clear()
+    train(recipe(folder, "tuned-elastic", f"drafter.from={undisturbed / 'drafter'}", "drafter.elastic_blocks=true",
+                 "run.steps=1"))  # fmt: skip
+    assert drafts[0] in {1, 2, 3}
+    assert dflash.load_drafter(folder / "tuned-elastic" / "drafter").config.elastic_blocks
 
 
 def test_callbacks_of_a_recipe_and_on_log_get_the_log(folder):

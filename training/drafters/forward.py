@@ -2,7 +2,7 @@
 
 Knows the drafter model. Must not know losses, any one target architecture, or how a block is decoded.
 
-Shapes: N sequences, S sequence length, A anchors a sequence, B block size, E hidden size, F feature size.
+Shapes: N sequences, S sequence length, A anchors a sequence, B positions of a block, E hidden size, F feature size.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,11 @@ def draft_hidden(
     features_NSF: mx.array,
     tokens_NS: mx.array,
     anchors_NA: mx.array,
+    drafts: int,
     attention: BlockAttention = block_attention,
     grad_checkpoint: bool = False,
 ) -> mx.array:
-    """Final hidden states ``[N, A, B, E]`` of the blocks at ``anchors_NA``.
+    """Final hidden states ``[N, A, B, E]`` of the blocks at ``anchors_NA`` that hold ``drafts`` each.
 
     The drafter's own forward, with the blocks of all sequences in one batch. With
     ``grad_checkpoint`` the backward pass computes each layer again instead of keeping what is inside it.
@@ -36,7 +37,7 @@ def draft_hidden(
     config, (n, a) = model.config, anchors_NA.shape
     context = model.context(features_NSF)
     anchor_tokens = mx.take_along_axis(tokens_NS, anchors_NA, axis=1).reshape(-1)
-    x_BLE = model.block_inputs(anchor_tokens)
+    x_BLE = model.block_inputs(anchor_tokens, drafts)
 
     def forward(number: int, layer: DraftLayer, x_BLE: mx.array, context: mx.array) -> mx.array:
         context_keys, context_values = model.context_keys_values(number, context, 0)
@@ -53,4 +54,4 @@ def draft_hidden(
     for number, layer in enumerate(model.layers):
         run = partial(forward, number, layer)
         x_BLE = (nn.utils.checkpoint(layer, run) if grad_checkpoint else run)(x_BLE, context)
-    return model.norm(x_BLE).reshape(n, a, config.block_size, -1)
+    return model.norm(x_BLE).reshape(n, a, *x_BLE.shape[1:])

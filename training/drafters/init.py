@@ -54,6 +54,7 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
         "draft_vocab_size": shape.vocabulary,
         "mask_token_id": mask_token_id(shape.mask_token, target),
         "block_size": shape.block_size,
+        "elastic_blocks": shape.elastic_blocks,
         "target_layer_ids": shape.target_layer_ids or _spread(shape, target),
         "rope_theta": float(shape.rope_theta or getattr(config, "rope_theta", None) or 1_000_000.0),
         "max_position_embeddings": target.max_length or 40960,
@@ -174,7 +175,10 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
                 f"remove drafter.{name}, or drafter.from."
             )
     model.config = dataclasses.replace(
-        config, num_target_layers=target.num_layers, target_fingerprint=target_fingerprint(target)
+        config,
+        elastic_blocks=config.elastic_blocks or shape.elastic_blocks,
+        num_target_layers=target.num_layers,
+        target_fingerprint=target_fingerprint(target),
     )
     model.apply(lambda weight: weight.astype(mx.float32))
     model.bind(target)

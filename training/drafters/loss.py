@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
     ``tokens [N, S]``; ``loss_mask [N, S]``, true on responses; ``anchors [N, A]``; and what the frozen target made of
     the tokens: ``features [N, S, F]`` and, for objectives that need the target's logits, its final hidden states
-    ``target_hidden [N, S, E]``.
+    ``target_hidden [N, S, E]``. Its blocks hold ``drafts`` predictions each; by default as many as the drafter's.
     """
 
     tokens: mx.array
@@ -39,6 +39,7 @@ class Batch(NamedTuple):
     anchors: mx.array
     features: mx.array
     target_hidden: mx.array | None = None
+    drafts: int | None = None
 
 
 def drafter_loss(
@@ -170,8 +171,9 @@ class _BlockPredictions:
         if dtype is not None:
             features_NSF = features_NSF.astype(dtype)
             model.update(tree_map(lambda weight: weight.astype(dtype), model.trainable_parameters()))
-        size, tokens_NS, anchors_NA = model.block_size, batch.tokens, batch.anchors
-        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, attention, grad_checkpoint)
+        tokens_NS, anchors_NA, drafts = batch.tokens, batch.anchors, batch.drafts or model.block_size - 1
+        size = drafts + 1
+        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, drafts, attention, grad_checkpoint)
         hidden = hidden[:, :, 0 if model.config.sample_from_anchor else 1 :]  # one predicts each token after the anchor
         targets, inside = block_targets(tokens_NS, batch.loss_mask, anchors_NA, size)
         counted = mx.array(np.flatnonzero(np.array(inside)))

@@ -20,7 +20,7 @@ def test_blocks_trained_together_are_the_blocks_drafted_one_by_one(layer_types):
     model.bind(target)
     tokens, features = mx.random.randint(0, 31, (2, 20)), mx.random.normal((2, 20, 2 * HIDDEN))
     anchors = mx.array([[3, 9, 15], [4, 4, 18]])
-    logits = target.head(draft_hidden(model, features, tokens, anchors)[:, :, 1:])
+    logits = target.head(draft_hidden(model, features, tokens, anchors, model.block_size - 1)[:, :, 1:])
     for n in range(2):
         for a in range(3):
             anchor, cache = int(anchors[n, a]), model.make_cache()

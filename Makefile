@@ -88,9 +88,10 @@ real-data: $(REAL)/target/config.json
 
 real: real-data
 	$(BIN)/dflash train configs/smollm2-135m.yaml
+	$(BIN)/dflash train configs/smollm2-135m-elastic.yaml
 
 publish-real: $(VENV)/installed
-	$(BIN)/dflash export $(REAL)/drafter $(REAL_DRAFTER)
+	$(BIN)/dflash export $(REAL)/elastic $(REAL_DRAFTER)
 	$(BIN)/python -m dflash.training.publish $(REAL_DRAFTER) --target $(REAL)/target \
 	    --name HuggingFaceTB/SmolLM2-135M-Instruct
 

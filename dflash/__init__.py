@@ -13,7 +13,6 @@ from .errors import DFlashError as DFlashError
 if TYPE_CHECKING:
     from .adapters import TargetAdapter as TargetAdapter
     from .adapters import register_adapter as register_adapter
-    from .drafters.autoregressive import is_draft_model_compatible as is_draft_model_compatible
     from .drafters.checkpoint import load_drafter as load_drafter
     from .drafters.checkpoint import save_drafter as save_drafter
     from .drafters.config import DFlashConfig as DFlashConfig
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from .drafters.kinds import register_drafter as register_drafter
     from .drafters.protocol import Drafter as Drafter
     from .drafters.protocol import Proposal as Proposal
+    from .drafters.vocabularies import is_draft_model_compatible as is_draft_model_compatible
     from .generate import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
     from .policy import Policy as Policy
     from .policy import register_policy as register_policy
@@ -51,7 +51,7 @@ _MODULE_OF = {
     "TargetAdapter": "adapters",
     "TraceFile": "trace",
     "Verified": "verify",
-    "is_draft_model_compatible": "drafters.autoregressive",
+    "is_draft_model_compatible": "drafters.vocabularies",
     "load_drafter": "drafters.checkpoint",
     "load_target": "target",
     "register_adapter": "adapters",

@@ -4,118 +4,30 @@ Knows token ids and caches. Must not know text, chat templates, any architecture
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterator
 from typing import Any, cast
 
 import mlx.core as mx
 
-from .drafters.checks import check_drafted, proposed_tokens
-from .drafters.protocol import Drafter, Proposal
-from .errors import GenerationError
-from .policy import BlockRecord, Drafts, Policy
-from .sampling import GREEDY, LogitsProcessor, Sampler, process_logits
-from .target import LoadedTargetModel, TargetCache
-from .trees import outcomes, rows_before
-from .verify import (
-    NO_TOKEN,
-    Verified,
-    VerifyRule,
-    first_mismatch,
-    random_states,
-    sample_target,
-    sample_with_states,
-    token_ids,
+from .block import (
+    Block,
+    BlockTimes,
+    DecodeState,
+    Decoding,
+    check_committed,
+    check_verified,
+    choose_pass,
+    known_outcomes,
+    propose,
 )
+from .drafters.checks import check_drafted
+from .drafters.protocol import Drafter
+from .policy import BlockRecord
+from .sampling import process_logits
+from .target import LoadedTargetModel, TargetCache
+from .verify import random_states, sample_target, sample_with_states, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Who decodes, and how.
-
-    Args:
-        target: The model whose text it is.
-        drafter: Who guesses it.
-        sampler: How the target chooses a token.
-        verify: The rule that commits tokens.
-        processors: Applied to the target's logits before the sampler.
-        policy: How many drafts each block verifies.
-        inspect: Called in each block with its whole proposal and the target's logits ``[L, V]``; the arrays that it
-            returns are computed with the pass and come with the block, as :attr:`Block.inspected`.
-        wait: Wait for the device after every part of a block, so that :attr:`Block.times` are those of the parts.
-    """
-
-    target: LoadedTargetModel
-    drafter: Drafter
-    sampler: Sampler = GREEDY
-    verify: VerifyRule = first_mismatch
-    processors: Sequence[LogitsProcessor] = ()
-    policy: Policy = field(default_factory=Policy)
-    inspect: Callable[[Proposal, mx.array], dict[str, mx.array]] | None = None
-    wait: bool = False
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    """Seconds of a block's parts; they overlap on the device, unless :attr:`Decoding.wait` keeps them apart.
-
-    ``draft`` lasts until the drafts are known, or on their way where nobody asks for them; ``verify`` until the tokens
-    to commit are known; ``rewind`` until both caches hold them.
-    """
-
-    draft: float = 0.0
-    verify: float = 0.0
-    rewind: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The whole block."""
-        return self.draft + self.verify + self.rewind
-
-
-@dataclass(frozen=True)
-class Block:
-    """What one target pass decided.
-
-    ``drafted`` are the tokens that it verified of the ``proposed`` ones, ``tokens`` those that it committed: the
-    first ``accepted`` drafts and one token of the target's own. ``source`` tells which of several drafters made them.
-    ``random_states``: MLX's random state after each of ``tokens``, if the target's sampler drew them in plain order.
-    ``asleep``: a plain step, for which no drafter was asked. ``order``: the number of each draft in the proposal, the
-    accepted ones first, as they stand in ``drafted``.
-    """
-
-    drafted: list[int]
-    tokens: list[int]
-    accepted: int
-    proposed: int = 0
-    source: str = ""
-    times: BlockTimes = BlockTimes()
-    inspected: dict[str, mx.array] | None = None
-    random_states: list[list[int]] = field(default_factory=list)
-    asleep: bool = False
-    order: list[int] = field(default_factory=list)
-
-
-@dataclass
-class DecodeState:
-    """Committed tokens and the two caches, which hold all of them but the last, the anchor."""
-
-    tokens: list[int]
-    target_cache: TargetCache
-    draft_cache: Any
-    prompt_length: int = field(init=False)
-    last_length: int | None = None
-    """Drafts that the last block verified: what the next one probably will."""
-
-    def __post_init__(self) -> None:
-        self.prompt_length = len(self.tokens)
-
-    @property
-    def anchor(self) -> mx.array:
-        """The last committed token, ``[1, 1]``."""
-        return mx.array([self.tokens[-1:]], mx.uint32)
 
 
 def prefill(
@@ -138,7 +50,7 @@ def prefill(
     last = feed(target, drafter, prompt, target_cache, draft_cache, step_size)
     logits_LV = process_logits(run.processors, mx.array(prompt), target.head(last)[0])
     first = token_ids(sample_target(logits_LV, run.sampler))
-    _check_committed(target, first)
+    check_committed(target, first)
     state.tokens += first
     return state
 
@@ -197,9 +109,9 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     Raises :class:`~dflash.errors.GenerationError` if drafter, target or rule give what cannot be committed.
     """
     target, drafter, began = run.target, run.drafter, time.perf_counter()
-    proposal = _propose(run, state, length)
+    proposal = propose(run, state, length)
     drafted_at = time.perf_counter()
-    choice = _choose_pass(run, state, proposal)
+    choice = choose_pass(run, state, proposal)
     one, chosen_at = choice.chosen, time.perf_counter()
     inspected = run.inspect(proposal, one.logits_LV) if run.inspect else None
     mx.async_eval(choice.chances_L, one.logits_LV, one.features, inspected)
@@ -207,8 +119,8 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
 
     drafted = token_ids(one.proposal.tokens[0])
     check_drafted(drafter, drafted, target.vocab_size)
-    _check_verified(run.verify, verified, drafted, one.proposal.lineage)
-    _check_committed(target, verified.tokens)
+    check_verified(run.verify, verified, drafted, one.proposal.lineage)
+    check_committed(target, verified.tokens)
     verified_at = time.perf_counter()
     rows = [0, *(draft + 1 for draft in verified.accepted_drafts)]  # of the pass: the anchor and the accepted drafts
     state.target_cache.keep(rows)
@@ -220,7 +132,7 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
         mx.eval([c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
     ended = time.perf_counter()
     times = BlockTimes(drafted_at - began, verified_at - drafted_at, ended - verified_at)
-    proposed, known = proposal.tokens.shape[1], _outcomes(proposal, verified)
+    proposed, known = proposal.tokens.shape[1], known_outcomes(proposal, verified)
     run.policy.observe(
         BlockRecord(
             drafted=proposed,
@@ -278,7 +190,7 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
             history = mx.concatenate([history, target_token]) if run.processors else history
             coming = launch(target_token[None])
         tokens = token_ids(target_token)
-        _check_committed(target, tokens)
+        check_committed(target, tokens)
         state.tokens += tokens
         if left == 0:
             wake()
@@ -294,124 +206,3 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
             run.policy.wake()
             left = 1  # the pass that is under way
         began = time.perf_counter()
-
-
-# --- a block's parts --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """A target pass over the anchor and the drafts of ``proposal``, as lazy arrays."""
-
-    proposal: Proposal
-    inputs: mx.array
-    logits_LV: mx.array
-    features: mx.array
-
-
-def _propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
-    """The drafts, on their way: the device begins with them while the target's part of the graph is built."""
-    if length == 0:
-        return Proposal(mx.zeros((1, 0), mx.int64))
-    if hasattr(run.verify, "propose"):
-        raw = run.verify.propose(run.drafter, state.anchor, length, state.draft_cache, run.sampler)
-    else:
-        raw = run.drafter.propose(state.anchor, length, state.draft_cache)
-    proposal = replace(raw, tokens=proposed_tokens(run.drafter, raw, length))
-    (mx.eval if run.wait else mx.async_eval)(proposal.tokens)
-    return proposal
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """The pass that verifies, and the chances of the drafts where the policy learns from them.
-
-    If the policy waited for them, they were there at ``known_at``; ``rebuilding`` are the seconds of building a pass
-    of another length.
-    """
-
-    chosen: _Pass
-    chances_L: mx.array | None
-    known_at: float | None = None
-    rebuilding: float = 0.0
-
-
-def _choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Choice:
-    """The pass over as many drafts as the policy says.
-
-    If the policy waits for the drafter's confidence, a pass of the last block's length is built meanwhile, so that the
-    device need not wait for the host afterwards; if the policy then wants another length, it is built anew.
-    """
-    proposed = proposal.tokens.shape[1]
-    # Drafts that were drawn must be verified whatever they are: to look at them first would prefer some.
-    chances_L = proposal.acceptance_chances() if run.policy.reads_confidence and proposal.log_q is None else None
-    if chances_L is None or not run.policy.waits_for_confidence(proposal.source):
-        length = run.policy.verify_length(Drafts(proposed, None, proposal.source, proposal.parents))
-        return _Choice(_build_pass(run, state, proposal.first(length)), chances_L)
-    mx.async_eval(chances_L)
-    undo, began = state.target_cache.undo_point(), time.perf_counter()
-    guess = proposed if state.last_length is None else min(state.last_length, proposed)
-    one, building = _build_pass(run, state, proposal.first(guess)), time.perf_counter() - began
-    confidence, known_at = cast(list[float], chances_L.tolist()), time.perf_counter()
-    drafts = Drafts(proposed, confidence, proposal.source, proposal.parents, guess, building)
-    length = run.policy.verify_length(drafts)
-    if length == guess:
-        return _Choice(one, chances_L, known_at)
-    undo()
-    began = time.perf_counter()
-    one = _build_pass(run, state, proposal.first(length))
-    return _Choice(one, chances_L, known_at, time.perf_counter() - began)
-
-
-def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> _Pass:
-    # Ids are checked once they are known; until then none may read past the embedding's rows (nor before them:
-    # without a sign, a negative id is a large one).
-    drafts = mx.minimum(proposal.tokens.astype(mx.uint32), run.target.vocab_size - 1)
-    inputs = mx.concatenate([state.anchor, drafts], axis=1)
-    layer_ids = run.drafter.target_layer_ids
-    logits, features = run.target.forward_with_hidden_states(inputs, state.target_cache, layer_ids, proposal.parents)
-    logits_LV = logits[0]
-    if run.processors:
-        before = mx.array(state.tokens[:-1], mx.uint32)
-        texts = [mx.concatenate([before, inputs[0, mx.array(rows)]]) for rows in rows_before(proposal.lineage)]
-        rows = [process_logits(run.processors, text, logits_LV[i : i + 1]) for i, text in enumerate(texts)]
-        logits_LV = mx.concatenate(rows)
-    return _Pass(proposal, inputs, logits_LV, features)
-
-
-def _outcomes(proposal: Proposal, verified: Verified) -> dict[int, bool]:
-    """Of the drafts that follow what was committed, verified or not, which are what was committed next."""
-    if proposal.log_q is not None:  # drafts that were drawn tell nothing beyond what the rule says
-        return {i: i < verified.accepted for i in range(min(verified.accepted + 1, proposal.tokens.shape[1]))}
-    return outcomes(token_ids(proposal.tokens[0]), proposal.lineage, verified.tokens)
-
-
-def _check_verified(verify: VerifyRule, verified: Verified, drafted: list[int], parents: list[int]) -> None:
-    """The committed drafts are in the caches already, so a rule can only take a beginning of them."""
-    name = getattr(verify, "__name__", type(verify).__name__)
-    if not isinstance(verified, Verified):
-        raise GenerationError(
-            f"The verification rule {name!r} returned {type(verified).__name__}; expected a dflash.Verified."
-        )
-    accepted, path = verified.accepted, verified.accepted_drafts
-    one_after_another = max(path, default=-1) < len(drafted) and [-1, *path[:-1]][: len(path)] == [
-        parents[i] for i in path
-    ]
-    tokens = [drafted[i] for i in path] if one_after_another else None
-    if len(path) != accepted or len(verified.tokens) != accepted + 1 or verified.tokens[:-1] != tokens:
-        raise GenerationError(
-            f"The verification rule {name!r} committed {verified.tokens} with "
-            f"{accepted} accepted of the drafts {drafted}; expected the accepted drafts and one token more."
-        )
-
-
-def _check_committed(target: LoadedTargetModel, tokens: list[int]) -> None:
-    if NO_TOKEN in tokens:
-        raise GenerationError(
-            "The target's logits are not a number (NaN): its weights are damaged, or they overflow in their type. "
-            "Load the target again from intact files, or in bfloat16 or float32."
-        )
-    if not 0 <= min(tokens) <= max(tokens) < target.vocab_size:
-        raise GenerationError(
-            f"The sampler or verification rule chose {tokens}; this target's ids are 0 to {target.vocab_size - 1}."
-        )

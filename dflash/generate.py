@@ -17,8 +17,9 @@ import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
+from .block import Decoding
 from .bundled import drafter_folder
-from .decode import Decoding, decode, feed, prefill
+from .decode import decode, feed, prefill
 from .drafters.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from .decode import Block, DecodeState
+from .block import Block, DecodeState
 from .profile import Profile
 from .sampling import set_random_state
 from .text import TextStream

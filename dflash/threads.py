@@ -26,7 +26,7 @@ import mlx.core as mx
 from . import backend
 
 if TYPE_CHECKING:
-    from .decode import Block
+    from .block import Block
     from .target import LoadedTargetModel
 
 VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")

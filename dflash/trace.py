@@ -45,7 +45,7 @@ import mlx.core as mx
 import numpy as np
 
 from .backend import on_cpu
-from .decode import Block
+from .block import Block
 from .drafters.protocol import Proposal
 from .environment import PACKAGES, device_name, package_version
 from .errors import DataError

@@ -26,7 +26,8 @@ from support.models import (
 from support.statistics import chi_square, chi_square_limit
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Proposal
-from dflash.decode import DecodeState, Decoding, decode, decode_block, prefill
+from dflash.block import DecodeState, Decoding
+from dflash.decode import decode, decode_block, prefill
 from dflash.drafters.context import ContextCache
 from dflash.drafters.protocol import Drafter
 from dflash.sampling import DrawingSampler

@@ -12,7 +12,8 @@ import pytest
 from support.models import bound_drafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, Proposal
-from dflash.decode import Decoding, decode, prefill
+from dflash.block import Decoding
+from dflash.decode import decode, prefill
 from dflash.errors import DFlashError
 from dflash.estimates import PLAIN, BlockCosts, Calibration, DraftCosts
 from dflash.policy import Adaptive, BlockRecord, Drafts, Fixed, Policy, register_policy

@@ -9,7 +9,7 @@ from support.models import ScriptedDrafter, plain_greedy, qwen3_model
 
 from dflash import DFlashSpeculativeDecoder, backend, threads
 from dflash.backend import on_cpu
-from dflash.decode import Block
+from dflash.block import Block
 from dflash.threads import DecodeThreads, best_count, candidates
 
 QUIET, BUSY = {1: 0.014, 2: 0.010}, {1: 0.014, 2: 0.040}

@@ -9,7 +9,8 @@ from support.errors import refused
 from support.models import TEXT_VOCAB, byte_tokenizer, random_drafter, target, wrapped_tokenizer, writer
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy, Proposal, TraceFile, trace
-from dflash.decode import Block, Decoding, decode_block, prefill
+from dflash.block import Block, Decoding
+from dflash.decode import decode_block, prefill
 from dflash.errors import DataError, GenerationError
 from dflash.profile import Profile
 from dflash.trace import TOP, read_records, shown_pieces

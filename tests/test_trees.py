@@ -12,7 +12,8 @@ from support.models import ScriptedDrafter, llama_model, plain_greedy, qwen3_mod
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Proposal
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance import small_models as small
-from dflash.decode import Decoding, decode, prefill
+from dflash.block import Decoding
+from dflash.decode import decode, prefill
 from dflash.drafters.tree import TreeDrafter, likeliest
 from dflash.errors import DFlashError
 from dflash.policy import Adaptive, BlockRecord, Drafts

@@ -12,7 +12,8 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash.decode import Decoding, decode, prefill
+from dflash.block import Decoding
+from dflash.decode import decode, prefill
 from dflash.drafters.protocol import Drafter, Proposal
 from dflash.drafters.tree import TreeDrafter
 from dflash.errors import IncompatibleModelsError, one_line

@@ -16,8 +16,9 @@ import mlx.nn as nn
 from einops import rearrange
 
 from .config import DFlashConfig
-from .dflash import Attention, DFlashDraftModel, DraftLayer
+from .dflash import DFlashDraftModel
 from .kinds import register_drafter
+from .layers import Attention, DraftLayer
 
 _FIRST_WEIGHT = 2.0  # of each layer's own tap before the softmax, in a new drafter; as published
 

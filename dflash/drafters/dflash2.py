@@ -20,8 +20,9 @@ import mlx.nn as nn
 from ..errors import CheckpointError
 from .config import DFlashConfig, require_positive
 from .context import ContextCache
-from .dflash import Attend, DFlashDraftModel, DraftLayer
+from .dflash import DFlashDraftModel
 from .kinds import register_drafter
+from .layers import Attend, DraftLayer
 from .protocol import Proposal
 from .trainable import Predictions
 

@@ -191,7 +191,9 @@ class DSparkDraftModel(DFlashDraftModel):
     def auxiliary_losses(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> mx.array | None:
         """Cross-entropy ``[T]`` of the confidence with ``sum(min(p, q))``, the chance of acceptance; a constant to it.
 
-        ``p`` and ``q`` are the distributions of target and drafter.
+        ``p`` and ``q`` are the distributions of target and drafter. Where the drafter knows a part of the vocabulary,
+        ``p`` is that of :class:`~dflash.drafters.trainable.Predictions`, renormalised: the confidence is too high by
+        what the target gives to the other tokens.
         """
         if predictions.target_logits_TV is None or "confidence_head" not in self:
             return None

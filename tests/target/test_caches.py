@@ -8,7 +8,8 @@ from support.models import ScriptedDrafter, plain_greedy, qwen3_model, target
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.adapters.conformance import small_models
-from dflash.decode import Decoding, decode, prefill
+from dflash.block import Decoding
+from dflash.decode import decode, prefill
 from dflash.errors import GenerationError
 
 NEAR_TIE = 2e-4

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash import DFlashDraftModel
-from dflash.drafters.dflash import DraftLayer
+from dflash.drafters.layers import DraftLayer
 
 from .attention import block_attention
 

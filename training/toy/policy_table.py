@@ -17,7 +17,8 @@ import mlx.core as mx
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.bench import HELDOUT, BenchPrompt, PromptResult, compare, dflash_side, plain_side
-from dflash.decode import Decoding, decode, prefill
+from dflash.block import Decoding
+from dflash.decode import decode, prefill
 from dflash.drafters.protocol import Proposal
 from dflash.files import atomic_write
 from dflash.policy import Fixed

@@ -23,7 +23,7 @@ import numpy as np
 from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
 from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads, wait_for_this_thread
-from dflash.drafters.kinds import DEFAULT, KIND, kind_of
+from dflash.drafters.kinds import config_of
 from dflash.drafters.protocol import Drafter
 from dflash.errors import TrainingError, one_line
 from dflash.files import exclusive_lock, read_json, remove_unfinished, write_json
@@ -158,8 +158,7 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
 
     listening: list[OnLog] = []
     if ranks.is_main:
-        kind = {} if kind_of(drafter) == DEFAULT else {KIND: kind_of(drafter)}
-        _begin(folder, identity, settings, drafter.config.to_dict() | kind, drafter.token_ids)
+        _begin(folder, identity, settings, config_of(drafter), drafter.token_ids)
         listening = listeners(recipe.run.callbacks, RunInfo(folder, identity["recipe"]), on_log)
         if not (folder / STATE).exists():
             _tell_evaluation_time(target, drafter, prompts, recipe)

@@ -15,7 +15,7 @@ from ..target import load_target
 from .autoregressive import AutoregressiveDrafter
 from .combined import PREFIX as COMBINED
 from .combined import CombinedDrafter
-from .kinds import DEFAULT, KIND, drafter_class, is_language_model, kind_in, kind_of
+from .kinds import config_of, drafter_class, is_language_model, kind_in
 from .mtp import NAME as MTP
 from .mtp import MTPDrafter
 from .ngram import NAME as NGRAM
@@ -100,10 +100,7 @@ def save_drafter(model: Any, path: str | Path, dtype: mx.Dtype = mx.bfloat16) ->
     Raises :class:`~dflash.errors.CheckpointError` for a class that is not registered
     (:func:`~dflash.register_drafter`), ``OSError`` if the folder cannot be written to or the disk is full.
     """
-    path, kind = Path(path), kind_of(model)
-    config = model.config.to_dict() | {"dtype": str(dtype).removeprefix("mlx.core.")}
-    if kind != DEFAULT:
-        config |= {KIND: kind, "architectures": [type(model).__name__]}
+    path, config = Path(path), config_of(model) | {"dtype": str(dtype).removeprefix("mlx.core.")}
     quantization = description(model)
     if quantization is not None:
         config |= {"quantization": quantization, "quantization_config": quantization}

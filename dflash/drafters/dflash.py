@@ -8,6 +8,7 @@ E hidden size, F feature size, V vocabulary, N tokens of it that the drafter kno
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -91,7 +92,8 @@ class DFlashDraftModel(Trainable, nn.Module):
                 "The drafter was trained for another target of the same shape (another fine-tuning or quantisation); "
                 "its text stays exact, but fewer drafts may be accepted. Use the drafter that was trained for this one."
             )
-        # Drafters of Gemma targets name the cap that the target's own head applies already.
+        # Drafters of some targets (Gemma, Muse) name what the target's own head applies already.
+        self._target_multiplier = getattr(target.adapter.config, "output_multiplier", 1.0)
         self._target_cap = getattr(target.adapter.config, "final_logit_softcapping", None)
         self._target = target
         if self._token_ids is not None:
@@ -112,6 +114,8 @@ class DFlashDraftModel(Trainable, nn.Module):
         own = "lm_head" in self
         logits_BLN = self.lm_head(hidden_BLE) if own else self.target_head(hidden_BLE)
         multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
+        if not own and math.isclose(multiplier, self._target_multiplier, rel_tol=1e-6):  # files round it
+            multiplier = 1.0
         if multiplier != 1.0:
             logits_BLN = logits_BLN * multiplier
         if cap is not None and (own or multiplier != 1.0 or cap != self._target_cap):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from .unsupported import is_off, is_supported_value, refuse_architecture, refuse_key
+from .unsupported import DOMINO_SIZES, is_off, is_supported_value, refuse_architecture, refuse_key
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     refuse_architecture(architectures, algorithms)
     if values.get("hidden_act"):
         values.pop("hidden_activation", None)  # Gemma's own spelling, left over from the target
+    if values.get("projector_type") in ("dflash", "dspark"):
+        for name in DOMINO_SIZES:
+            values.pop(name, None)
+            inner.pop(name, None)
     shifted = values.pop("draft_shift", None) is True
     for name, value in values.items():
         if name not in known:

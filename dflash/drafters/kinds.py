@@ -56,6 +56,15 @@ def kind_of(model: object) -> str:
     return found[0]
 
 
+def config_of(model: Any) -> dict[str, Any]:
+    """``config.json`` of ``model``: its config, and its kind unless that is the published one.
+
+    Raises :class:`~dflash.errors.CheckpointError` as :func:`kind_of` does.
+    """
+    kind, config = kind_of(model), model.config.to_dict()
+    return config if kind == DEFAULT else config | {KIND: kind, "architectures": [type(model).__name__]}
+
+
 def kind_in(config: Mapping[str, Any]) -> str:
     """The kind that a ``config.json`` names by ``drafter_kind``, else by ``model_type`` or ``architectures``.
 

@@ -22,6 +22,7 @@ _PREFIXES = re.compile(r"^((model|module|_orig_mod|draft|draft_model|drafter)\.)
 _RENAMED = (
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^encoder\.fc\."), "fc."),
+    (re.compile(r"^logit_head\."), "markov_head."),
     (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
     (re.compile(r"^(candidate_selector\.(predecessor|successor)_codebook)\.weight$"), r"\1"),
     (re.compile(r"^draft_id_to_target_id$"), "d2t"),
@@ -107,10 +108,10 @@ def check_weights(expected: Weights, weights: Weights, path: Path) -> None:
 
     Whole numbers fit whole numbers (packed weights), and floating-point ones each other, if all of them are finite.
     """
-    missing = sorted(expected.keys() - weights.keys())
+    missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing:
-        raise CheckpointError(f"{path} lacks {_some(missing)}; the file does not match its config.json.")
-    extra = sorted(weights.keys() - expected.keys())
+        left = f" It holds {_some(extra)}{explain_tensors(extra)}." if extra else ""
+        raise CheckpointError(f"{path} lacks {_some(missing)}; the file does not match its config.json.{left}")
     if extra:
         raise CheckpointError(
             f"{path} holds {_some(extra)}{explain_tensors(extra)}, unknown to a DFlash drafter of its config.json."

@@ -27,13 +27,16 @@ _SWA = "a sliding window for all layers by one switch; name sliding layers in la
 _GATED = "gated attention and offset norms, as in Qwen3.5"
 _INTERLEAVED = "rotary positions of neighbouring pairs; published drafters say so by rope_is_neox_style false"
 
+DOMINO_SIZES = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+"""Sizes of Domino's head, which some trainers write into files of every ``projector_type``."""
+
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "default")
 
 _KEYS: dict[str, str] = {
     "conv_kernel_size": _DFLASH2, "conv_group_size": _DFLASH2, "selector_rank": _DFLASH2, "selector_top_k": _DFLASH2,
     "selector_vocab_size": _DFLASH2, "dflash2_dynamic_conv": _DFLASH2, "dflash2_candidate_selector": _DFLASH2,
     "markov_rank": _DSPARK, "enable_confidence_head": _CONFIDENCE,
-    "emb_dim": _DOMINO, "gru_hidden_dim": _DOMINO, "pure_draft_prefix_len": _DOMINO, "shift_label": _DOMINO,
+    "shift_label": _DOMINO, **dict.fromkeys(DOMINO_SIZES, _DOMINO),
     "layer_fusion": _DFLARE, "use_layer_fusion": _DFLARE,
     "use_thresh_head_two_model": _LENGTH, "thresh_head_bottleneck_dim": _LENGTH, "thresh_head_direct_len": _LENGTH,
     "attention_sink_bias": _SINKS, "add_swa_attention_sink_bias": _SINKS, "add_full_attention_sink_bias": _SINKS,
@@ -70,14 +73,15 @@ _ARCHITECTURES = (
     (r"MTP|NextN", "a multi-token-prediction head"),
     (r"Medusa", "Medusa heads"), (r"Laguna", _NORMS),
 )  # fmt: skip
+_SPECULATORS = ("dflash", "dflash2", "dspark")
 _ALGORITHMS = {
-    "domino": _DOMINO, "dflare": _DFLARE, "mtp": "a multi-token-prediction head",
+    "domino": _DOMINO, "dflare": f"{_DFLARE} in the packaging of speculators", "mtp": "a multi-token-prediction head",
     "eagle3": "an Eagle drafter", "eagle": "an Eagle drafter", "peagle": "an Eagle drafter",
 }  # fmt: skip
 
 _TENSORS = (
     (r"candidate_selector\.|(attention|mlp)_conv\.", _DFLASH2),
-    (r"markov_head\.|markov_w[12]|logit_head\.", _DSPARK),
+    (r"markov_head\.|markov_w[12]", _DSPARK),
     (r"confidence_head\.", _CONFIDENCE),
     (r"prefix_gru\.|embed_proj\.", _DOMINO),
     (r"layer_fusion_weights|[kv]_proj_target\.", _DFLARE),
@@ -122,17 +126,19 @@ def is_off(value: Any) -> bool:
     return any(value is off or (value == off and not isinstance(value, bool)) for off in _OFF)
 
 
-def refuse_architecture(architectures: Iterable[Any], algorithms: Iterable[Any]) -> None:
-    """Raise :class:`~dflash.errors.CheckpointError` if the file says that it is another kind of drafter."""
+def refuse_architecture(architectures: Iterable[Any], algorithms: Iterable[str]) -> None:
+    """Raise :class:`~dflash.errors.CheckpointError` if the file says that it is another kind of drafter.
+
+    ``algorithms``, in lower case, are those of vLLM's speculators.
+    """
     for name in architectures:
         for pattern, what in _ARCHITECTURES:
             if re.search(pattern, str(name), re.IGNORECASE):
                 raise CheckpointError(f"config.json: the architecture {name!r} is not supported; it means {what}.")
     for name in algorithms:
-        if str(name).lower() in _ALGORITHMS:
-            raise CheckpointError(
-                f"config.json: the algorithm {name!r} is not supported; it means {_ALGORITHMS[str(name).lower()]}."
-            )
+        if name not in _SPECULATORS:
+            what = f"it means {_ALGORITHMS[name]}" if name in _ALGORITHMS else f"expected {', '.join(_SPECULATORS)}"
+            raise CheckpointError(f"config.json: the algorithm {name!r} is not supported; {what}.")
 
 
 def explain_tensors(names: Iterable[str]) -> str:

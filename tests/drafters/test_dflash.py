@@ -5,7 +5,7 @@ for blocks of many lengths, and each test checks that they occurred.
 """
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import mlx.core as mx
 import numpy as np
@@ -135,6 +135,22 @@ def test_embeddings_are_scaled_as_the_target_scales_them(architecture):
         drafter = random_drafter(3, target.vocab_size, **shape, input_embedding_scale=factor)
         drafter.bind(target)
         np.testing.assert_allclose(np.array(drafter.embed(tokens)), scaled * factor, rtol=1e-5)
+
+
+def test_what_the_head_of_a_muse_target_does_is_not_done_twice():
+    """Published drafters of Muse name the multiplier, rounded, and the cap that mlx-lm's model applies by itself."""
+    model = small_models.build("muse_glimmer")
+    target, factor, cap = LoadedTargetModel(model), model.args.output_multiplier, model.args.final_logit_softcapping
+    shape = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers, "target_layer_ids": (0,)}
+    drafter = random_drafter(
+        3, target.vocab_size, **shape, output_multiplier=round(factor, 9), final_logit_softcapping=cap
+    )
+    drafter.bind(target)
+    hidden = mx.random.normal((1, 3, target.hidden_size), key=mx.random.key(1))
+    raw = model.lm_head(hidden) if "lm_head" in model else model.model.embed_tokens.as_linear(hidden)
+    assert mx.allclose(drafter.head(hidden), cap * mx.tanh(factor * raw / cap), atol=1e-5)
+    drafter.config = replace(drafter.config, output_multiplier=factor / 2)
+    assert not mx.allclose(drafter.head(hidden), target.head(hidden), atol=1e-3)
 
 
 @pytest.mark.parametrize("cap", [None, 5.0])

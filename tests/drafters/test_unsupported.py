@@ -34,6 +34,13 @@ REFUSED = {
     "DFlare of speculators": ({"speculators_model_type": "dflare"}, {}, {}, ["dflare", "DFlare"]),
     "DFlare by weights": ({}, {}, {"layer_fusion_weights": 1}, ["layer_fusion_weights", "DFlare"]),
     "Gemma 4 block": ({"architectures": ["Gemma4DSparkModel"]}, {}, {}, ["Gemma4DSparkModel", "Gemma 4"]),
+    "DFlare without its sign": (
+        {}, {}, {"fc.weight": None, "layer_fusion_weights": 1}, ["lacks fc.weight", "layer_fusion_weights", "DFlare"]
+    ),
+    "an algorithm of speculators": (
+        {"speculators_model_type": "jetspec"}, {}, {}, ["'jetspec'", "expected dflash, dflash2, dspark"]
+    ),
+    "Domino's size": ({}, {"emb_dim": 256}, {}, ["emb_dim 256", "Domino"]),
     "an Eagle": ({"speculators_model_type": "eagle3"}, {}, {}, ["eagle3", "Eagle"]),
     "window by a switch": ({}, {"use_swa": True, "swa_window_size": 4}, {}, ["use_swa", "layer_types"]),
     "shifted drafts": ({}, {"draft_shift": True}, {}, ["draft_shift"]),
@@ -64,14 +71,23 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, name):
     top, nested, tensors, words = REFUSED[name]
     config, weights = plain()
     for tensor, value in tensors.items():
-        shape = weights["fc.weight"].shape
+        shape = weights["fc.weight"].shape if "fc.weight" in weights else ()
         made = {"nan": mx.full(shape, mx.nan), "int": mx.ones(shape, mx.int32)}.get(value)
-        weights[tensor] = mx.full((4, 4), value) if made is None else made
+        weights[tensor] = mx.full((4, 4), value or 0) if made is None else made
+        if value is None:
+            del weights[tensor]
     with pytest.raises(CheckpointError) as error:
         load_drafter(write(tmp_path, inside(config | top, **nested), weights))
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+def test_sizes_of_another_head_say_nothing_beside_a_projector_that_has_none(tmp_path):
+    config, weights = plain()
+    sizes = {"pure_draft_prefix_len": 1, "emb_dim": 256, "gru_hidden_dim": 1024}
+    load_drafter(write(tmp_path / "outside", config | sizes | {"projector_type": "dflash"}, weights))
+    load_drafter(write(tmp_path / "inside", inside(config, **sizes, projector_type="dflash"), weights))
 
 
 def test_a_mask_embedding_in_a_file_of_its_own_is_refused(tmp_path):

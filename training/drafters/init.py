@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel, load_drafter
 from dflash.drafters.config import spread_layer_ids
-from dflash.drafters.kinds import DEFAULT, drafter_class, kind_of
+from dflash.drafters.kinds import drafter_class, kind_of
 from dflash.errors import TrainingError, did_you_mean
 from dflash.files import flat
 from dflash.target.identity import target_fingerprint
@@ -157,7 +157,7 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
     _trainable_class(kind)
     if any(name.endswith(".scales") for name in flat(model.parameters())):
         raise TrainingError(f"drafter.from {shape.from_} is quantised; start from its weights before quantisation.")
-    if kind == DEFAULT != shape.kind:
+    if type(model) is DFlashDraftModel and kind != shape.kind:
         model, kind = _extended(shape, model), shape.kind
     elif shape.options:
         raise TrainingError(f"drafter.options are those of {shape.from_}; remove drafter.options, or drafter.from.")
@@ -203,7 +203,7 @@ def _extended(shape: DrafterShape, start: DFlashDraftModel) -> DFlashDraftModel:
     different = {name for name in weights.keys() ^ wanted.keys() if not _is_added(name, model)}
     if different:
         raise TrainingError(
-            f"drafter.from {shape.from_} is of the kind {DEFAULT!r}, from which one of the kind {shape.kind!r} cannot "
+            f"drafter.from {shape.from_} is of the kind 'dflash', from which one of the kind {shape.kind!r} cannot "
             f"start: {min(different)} is not in both."
         )
     model.load_weights(list(weights.items()), strict=False)

@@ -197,6 +197,15 @@ def test_every_packaging_drafts_the_same(tmp_path, form, head):
         np.testing.assert_array_equal(mine, expected)
 
 
+def test_the_markov_head_has_an_older_name(tmp_path):
+    config, weights = plain()
+    older = {name.replace("markov_head.", "logit_head."): weight for name, weight in weights.items()}
+    assert older.keys() != weights.keys()
+    of_both = (packagings.write(tmp_path / name, config, w) for name, w in (("new", weights), ("old", older)))
+    for new, old in zip(*map(drafted, of_both), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
 def test_what_is_saved_is_the_published_packaging_and_loads_bit_equal(tmp_path):
     drafter = random_dspark(3, packagings.VOCAB, markov_head_type="gated")
     save_drafter(drafter, tmp_path)

@@ -1,13 +1,14 @@
 """Texts are distributed as the target's own, token by token and together, under every option and rule.
 
 The target and the drafter are tables: row ``t`` holds the logits after token ``t``. So the probability of each text
-of three tokens is known, by a plain NumPy reading of what mlx-lm's options mean.
+of three tokens is known, by a plain NumPy reading of what mlx-lm's options mean. Drafts are chains or trees.
 """
 
 import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +17,10 @@ import pytest
 from support.statistics import chi_square, chi_square_limit
 
 from dflash import DecodeOptions, Proposal, Verified
+from dflash.drafters.tree import TreeDrafter
 from dflash.sampling import process_logits
 from dflash.speculative import SpeculativeSampling, drawn, speculative_sampling
+from dflash.trees import rows_before
 from dflash.verify import first_mismatch, sample_target, token_ids
 
 V, PROMPT, LENGTH, DRAFTS = 4, [2, 0, 2], 3, 2
@@ -27,11 +30,12 @@ DRAFTER = TARGET + 0.6 * np.random.default_rng(30).normal(size=(V, V))
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Options of decoding, how many texts are drawn, and how many candidates the drafter has."""
+    """Options of decoding, how many texts are drawn, how many candidates the drafter has, how many drafts a tree."""
 
     options: dict[str, Any]
     draws: int = 300
     candidates: int | None = None
+    nodes: int | None = None
     temp: float = 0.9
 
     @property
@@ -94,6 +98,22 @@ def proposal_after(anchor: int, asked: Asked) -> Proposal:
     return replace(proposal, logits=mx.take_along_axis(rows, ids, axis=-1)[None], candidates=ids[None])
 
 
+def tree_after(anchor: int, asked: Asked) -> Proposal:
+    """The best tree through the same block."""
+    block = proposal_after(anchor, asked)
+    return TreeDrafter(SimpleNamespace(propose=lambda *_: block), asked.nodes).propose(anchor, DRAFTS, None)
+
+
+def logits_of_pass(proposal: Proposal, tokens: list[int], processors, table: mx.array) -> mx.array:
+    """The target's logits after the anchor and after each draft, processed with the draft's own path before it."""
+    inputs = mx.concatenate([mx.array(tokens, mx.int64), proposal.tokens[0]])
+    if proposal.parents is None:
+        return process_logits(processors, inputs, table[inputs[-1 - DRAFTS :]])
+    before, anchor = list(range(len(tokens) - 1)), len(tokens) - 1
+    texts = [inputs[mx.array([*before, *(anchor + row for row in rows)])] for rows in rows_before(proposal.parents)]
+    return mx.concatenate([process_logits(processors, text, table[text[-1:]]) for text in texts])
+
+
 @cache
 def texts(rule, asked: Asked) -> Counter:
     """Texts of three tokens, written block by block by ``rule``."""
@@ -103,12 +123,10 @@ def texts(rule, asked: Asked) -> Counter:
     for _ in range(asked.draws):
         tokens = list(PROMPT)
         while len(tokens) < len(PROMPT) + LENGTH:
-            proposal = proposal_after(tokens[-1], asked)
+            proposal = tree_after(tokens[-1], asked) if asked.nodes else proposal_after(tokens[-1], asked)
             if hasattr(rule, "propose"):
                 proposal = drawn(proposal, sampler)
-            inputs = mx.concatenate([mx.array(tokens, mx.int64), proposal.tokens[0]])
-            logits = process_logits(processors, inputs, table[inputs[-1 - DRAFTS :]])
-            tokens += rule(proposal, logits, sampler).tokens
+            tokens += rule(proposal, logits_of_pass(proposal, tokens, processors, table), sampler).tokens
         counts[tuple(tokens[len(PROMPT) :][:LENGTH])] += 1
     return counts
 
@@ -131,6 +149,7 @@ CASES = {
     "top_k and frequency": Asked({"top_k": 3, "frequency_penalty": 0.5, "frequency_context_size": 4}),
 }
 SPARSE = Asked({"top_p": 0.97, "presence_penalty": 0.4}, candidates=2)
+TREE = Asked({"top_p": 0.97, "presence_penalty": 0.4}, nodes=8)
 RULES = {"first_mismatch": first_mismatch, "speculative_sampling": speculative_sampling}
 
 
@@ -142,6 +161,10 @@ def test_texts_are_distributed_as_the_targets_under_every_option_and_rule(case, 
 
 def test_a_drafter_that_has_only_some_candidates_changes_nothing():
     assert excess(speculative_sampling, SPARSE) < 1
+
+
+def test_a_tree_of_drafts_changes_nothing():
+    assert excess(first_mismatch, TREE) < 1
 
 
 # --- these tests can fail ---------------------------------------------------------------------------------
@@ -163,10 +186,24 @@ def greedily_first(proposal: Proposal, logits_LV: mx.array, sampler) -> Verified
     return Verified([*drafted[:n], own[n]], n)
 
 
+def drawn_for_each_sibling(tree: Proposal, logits_LV: mx.array, sampler) -> Verified:
+    """Draws anew at each draft that follows the path, so that a draft's siblings have tries of their own."""
+    node, path, tokens = -1, [], token_ids(tree.tokens[0])
+
+    def own() -> int:
+        return token_ids(sample_target(logits_LV[node + 1 : node + 2], sampler))[0]
+
+    for draft, parent in enumerate(tree.parents):
+        if parent == node and own() == tokens[draft]:
+            node = draft
+            path.append(draft)
+    return Verified([*(tokens[draft] for draft in path), own()], len(path), path=path)
+
+
 @pytest.mark.parametrize(
     ("rule", "asked"),
-    [(OwnInsteadOfRest(), SPARSE), (greedily_first, CASES["temperature and bias"])],
-    ids=["own instead of rest", "greedily first"],
+    [(OwnInsteadOfRest(), SPARSE), (greedily_first, CASES["temperature and bias"]), (drawn_for_each_sibling, TREE)],
+    ids=["own instead of rest", "greedily first", "drawn for each sibling"],
 )
 def test_a_wrong_rule_is_found_out(rule, asked):
     assert excess(rule, asked) > 1.2

@@ -120,7 +120,7 @@ class DraftCosts:
         """Learn that ``drafts`` drafts, one at least, were known after ``seconds``."""
         if self._unit is None:
             self._unit = drafts, max(seconds, 1e-9)
-        self._others += drafts != self._unit[0]
+        self._others += drafts != self._unit[0] or drafts == 1  # of a single draft there is nothing to tell apart
         inputs = self._inputs(drafts)
         self._covariance = self._covariance + self.drift * np.eye(2)
         expected = float(inputs @ self._mean)

@@ -377,7 +377,7 @@ class _Source:
         seconds = [self.costs.hoped(k) for k in range(count + 1)]
         drafting = self.drafting.expected(count)
         usual = self.usual.tokens_per_second or max(t / (s + drafting) for t, s in zip(tokens, seconds, strict=True))
-        self.remember_worth([t - usual * s for t, s in zip(tokens, seconds, strict=True)])
+        self.remember_worth([t - usual * s for t, s in zip(tokens, seconds, strict=True)], tokens, usual)
         value = [t - usual * self.costs.expected(k) for k, t in enumerate(tokens)]  # what is hoped for is no gain
         if self.value:
             self.gained.add(max(value) - value[self.usual_length(count)])
@@ -410,13 +410,18 @@ class _Source:
         for i, accepted in outcomes.items():
             self.chances.observe(None if block.confidence is None else block.confidence[i], accepted)
 
-    def remember_worth(self, worth: Sequence[float]) -> None:
+    def remember_worth(self, worth: Sequence[float], tokens: Sequence[float], usual: float) -> None:
         """``worth[k]`` is what verifying ``k`` drafts of this block is worth, in tokens; more drafts give more choice.
 
-        Of drafts that were not asked for, each is expected to change the worth as the last one did, but by less.
+        Of drafts that were not asked for, each is expected to change the worth as the last one did, but by less. After
+        a single draft, which saves a pass, that would be too much: there it is the tokens that grow by less, while the
+        block takes longer.
         """
         best = list(accumulate(worth, max))
         gain = best[-1] - best[-2] if len(best) > 1 else 0.0
+        if len(best) == 2:
+            longer = self.costs.hoped(2) - self.costs.hoped(1)
+            gain = max(0.0, tokens[1] - tokens[0] - usual * longer / FURTHER)
         while len(best) < len(self.worth):
             gain *= FURTHER
             best.append(best[-1] + gain)

@@ -167,6 +167,19 @@ def test_adaptive_waits_for_the_probabilities_where_they_gain_more_than_that_cos
     assert np.mean(often.waits) > 0.7
 
 
+def test_a_drafter_of_single_drafts_is_not_waited_for_where_every_draft_is_verified():
+    policy, told = Adaptive(), []
+    for i in range(60):
+        confidence = [0.4 + 0.01 * (i % 20)]
+        waits = policy.waits_for_confidence("")
+        told.append(waits)
+        policy.verify_length(Drafts(1, confidence if waits else None))
+        waited = {"drafting": 0.005, "choosing": 0.001} if waits else {}
+        policy.observe(BlockRecord(1, 1, i % 2, i % 2, confidence, 0.041 if waits else 0.040, **waited))
+    assert told[0]
+    assert not any(told[20:])
+
+
 def test_a_worthless_drafter_costs_adaptive_at_most_three_percent():
     for seed in range(3):
         world = World(seed, (-4.0, -4.0), (4.0, 4.0))

@@ -82,8 +82,11 @@ def _dense_q(proposal: Proposal, drafts_N1: mx.array, vocab: int) -> mx.array:
     q_NK = mx.exp(proposal.log_q[0].astype(mx.float32))
     if proposal.candidates is None:
         return q_NK
+    none_NV = mx.zeros((drafts_N1.shape[0], vocab))
+    if not none_NV.size:  # MLX adds to no rows with an error
+        return none_NV
     rows_N1 = mx.arange(drafts_N1.shape[0])[:, None]
-    return mx.zeros((drafts_N1.shape[0], vocab)).at[rows_N1, proposal.candidates[0]].add(q_NK)
+    return none_NV.at[rows_N1, proposal.candidates[0]].add(q_NK)
 
 
 def _drawing(sampler: Sampler) -> DrawingSampler:

@@ -52,6 +52,17 @@ def test_a_drafter_with_the_targets_own_distribution_is_always_right():
         assert verified.tokens[:4] == drafted.tokens[0].tolist()
 
 
+@pytest.mark.parametrize("candidates", [None, 3])
+def test_a_policy_may_verify_none_of_the_drafts_that_were_drawn(candidates):
+    sampler, logits, ids = DrawingSampler(1.0), rows(2, 5), None
+    if candidates is not None:
+        ids = mx.broadcast_to(mx.arange(candidates), (1, 4, candidates))
+    drafted = drawn(Proposal(mx.zeros((1, 4), mx.int64), logits[None, :4, :candidates], ids), sampler)
+    verified = speculative_sampling(drafted.first(0), logits[:1], sampler)
+    assert verified.accepted == 0
+    assert len(verified.tokens) == 1
+
+
 def test_the_drawing_sampler_draws_what_mlx_lms_draws_from_the_same_seed():
     from mlx_lm.sample_utils import make_sampler
 

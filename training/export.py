@@ -121,7 +121,10 @@ def card(recipe: dict[str, Any], config: DFlashConfig, name: str, results: dict[
     local = Path(recipe["target"]).exists() or not is_hub_name(recipe["target"])
     target = Path(recipe["target"]).resolve().name if local else recipe["target"]
     data, run = ({k: Path(v).name if k in _FOLDERS and v else v for k, v in recipe[p].items()} for p in ("data", "run"))
-    recipe = recipe | {"target": target, "data": data, "run": run}
+    drafter, start = dict(recipe["drafter"]), recipe["drafter"].get("from")
+    if start is not None and Path(start).exists():
+        drafter["from"] = Path(start).resolve().name
+    recipe = recipe | {"target": target, "data": data, "run": run, "drafter": drafter}
     return CARD.format(
         target=target,
         base="" if local else f"base_model: {target}\n",

@@ -230,6 +230,7 @@ def test_a_run_starts_from_given_weights(undisturbed, folder):
     before, after = (mx.load(str(run / "drafter" / "model.safetensors")) for run in (undisturbed, folder / "tuned"))
     assert before.keys() == after.keys()
     assert all(mx.array_equal(weight, after[name]) for name, weight in before.items())
+    assert str(folder) not in (folder / "tuned" / "drafter" / "README.md").read_text()
 
 
 def test_elastic_blocks_are_trained_at_every_length(undisturbed, folder, monkeypatch):

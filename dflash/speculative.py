@@ -13,7 +13,7 @@ Shapes: N drafts, L = N + 1 positions, V vocabulary.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -50,18 +50,15 @@ class SpeculativeSampling:
         q_NV = _dense_q(proposal, drafts_N1, vocab)
         p_N = mx.take_along_axis(p_LV[:count], drafts_N1, axis=-1)[:, 0]
         q_N = mx.take_along_axis(q_NV, drafts_N1, axis=-1)[:, 0]
-        accept_N = mx.random.uniform(shape=(count,)) * q_N < p_N
+        accepts = cast(list[bool], (mx.random.uniform(shape=(count,)) * q_N < p_N).tolist())
+        accepted = next((i for i, accept in enumerate(accepts) if not accept), count)
 
-        # After the last draft nothing was proposed: there the rest is all of p.
-        rest_LV = mx.maximum(p_LV - mx.pad(q_NV, [(0, 1), (0, 0)]), 0)
-        rest_LV = mx.where(mx.any(rest_LV > 0, axis=-1, keepdims=True), rest_LV, p_LV)  # p = q, rejected by rounding
-        own_L = mx.random.categorical(mx.log(rest_LV)).astype(mx.int32)
-        own_L = mx.where(mx.isnan(mx.sum(p_LV, axis=-1)), NO_TOKEN, own_L)
-
-        mx.eval(proposal.tokens, accept_N, own_L)
-        drafted, own = token_ids(proposal.tokens[0]), token_ids(own_L)
-        accepted = next((i for i, accept in enumerate(accept_N.tolist()) if not accept), count)  # type: ignore[arg-type]
-        return Verified([*drafted[:accepted], own[accepted]], accepted)
+        # One row is drawn from, once it is known which: a draw from each would take longer than the pass on a CPU.
+        p_V = p_LV[accepted]
+        rest_V = mx.maximum(p_V - q_NV[accepted], 0) if accepted < count else p_V  # after the last draft all of p
+        rest_V = mx.where(mx.any(rest_V > 0), rest_V, p_V)  # p = q, rejected by rounding
+        own = mx.where(mx.isnan(mx.sum(p_V)), NO_TOKEN, mx.random.categorical(mx.log(rest_V)).astype(mx.int32))
+        return Verified([*token_ids(proposal.tokens[0])[:accepted], *token_ids(own[None])], accepted)
 
 
 def drawn(proposal: Proposal, sampler: DrawingSampler) -> Proposal:

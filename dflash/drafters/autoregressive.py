@@ -105,7 +105,9 @@ class DraftCache:
 
 
 class AutoregressiveDrafter:
-    """Follows :class:`~dflash.drafters.protocol.Drafter`; drafts greedily, with a model of the target's vocabulary.
+    """A small language model of the target's vocabulary, which drafts greedily.
+
+    Follows :class:`~dflash.drafters.protocol.Drafter`.
 
     Args:
         model: The draft model with its tokenizer, as :func:`dflash.load_target` returns it.

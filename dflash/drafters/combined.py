@@ -79,7 +79,9 @@ class CombinedCache:
 
 
 class CombinedDrafter:
-    """Follows :class:`~dflash.drafters.protocol.Drafter`.
+    """Copying where it pays, and another drafter elsewhere.
+
+    Follows :class:`~dflash.drafters.protocol.Drafter`.
 
     What it learns of chances serves the next text too: an answer is often too short to learn them anew.
 

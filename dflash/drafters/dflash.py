@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 @register_drafter("dflash")
 class DFlashDraftModel(Trainable, nn.Module):
-    """A DFlash drafter; follows the :class:`~dflash.drafters.protocol.Drafter` protocol once bound to a target.
+    """A block-diffusion drafter as DFlash published it.
+
+    Follows :class:`~dflash.drafters.protocol.Drafter` once bound to a target.
 
     Weight names are those of published checkpoints. Embedding and head are the target's; a drafter that knows a part
     of the vocabulary uses the head's rows of these tokens, or has a head of its own (:meth:`reduce_vocabulary`).

@@ -74,7 +74,9 @@ class MTPCache:
 
 
 class MTPDrafter:
-    """Follows :class:`~dflash.drafters.protocol.DrawingDrafter`; its weights are in the files of the target.
+    """The multi-token-prediction layer in the files of the target.
+
+    Follows :class:`~dflash.drafters.protocol.DrawingDrafter`.
 
     Args:
         block_size: Most positions per block, the anchor included; each draft costs a pass of one layer and the head.

@@ -138,7 +138,9 @@ class NgramCache:
 
 
 class NgramDrafter:
-    """Follows :class:`~dflash.drafters.protocol.Drafter`; looks up what to copy, in some microseconds a block.
+    """Looks up what to copy from the text so far, in some microseconds a block.
+
+    Follows :class:`~dflash.drafters.protocol.Drafter`.
 
     Args:
         block_size: Most positions per block, the anchor included.

@@ -8,6 +8,7 @@ from support.models import random_drafter
 
 from dflash import load_drafter, save_drafter
 from dflash.bench.drafter_report import MEANINGS, drafter_report
+from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.dflash2 import DFlash2Config, DFlash2DraftModel
 from dflash.drafters.kinds import drafters
 
@@ -40,3 +41,11 @@ def test_a_drafter_without_weights_is_described_and_one_that_is_not_there_is_one
     assert report["reads"] == "the tokens alone"
     assert report["kind"].startswith("NgramDrafter: ")
     assert_one_error(invoke("doctor", "--drafter", "no/such/folder"), "no/such/folder")
+
+
+@pytest.mark.parametrize("name", ["ngram", "mtp", "ngram+mtp", "autoregressive", *drafters.all()])
+def test_what_a_kind_is_stands_in_plain_words(name):
+    kinds = drafters.all() | {"autoregressive": AutoregressiveDrafter}
+    about = (kinds[name] if name in kinds else type(load_drafter(name))).__doc__.partition("\n")[0]
+    assert ":class:" not in about
+    assert about.endswith(".")

@@ -1,10 +1,9 @@
-"""The batches of a run: which sequences, which anchors and how long blocks, as functions of the batch's number.
+"""The batches of a run: which sequences and which anchors, as a function of the batch's number.
 
 Knows token sequences and lengths. Must not know models, losses or files.
 """
 
 import logging
-from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from dflash.errors import TrainingError
 
 from .data.sequences import Ints, Sequences, pad_batch, plan_batches
-from .drafters.loss import Batch
 from .drafters.targets import select_anchors
 from .recipe import DataSettings
 
@@ -93,13 +91,3 @@ class Batches:
     def name(self, number: int) -> str:
         """What a message calls this batch: its number and those of its sequences."""
         return f"batch {number} (sequences {', '.join(map(str, self.members(number)))})"
-
-
-def of_all_lengths(batches: Callable[[int], Batch], most: int, seed: int) -> Callable[[int], Batch]:
-    """``batches`` whose blocks hold 1 to ``most`` drafts, the same number in a batch, each as likely."""
-
-    def batch(number: int) -> Batch:
-        drafts = int(np.random.default_rng([seed, number, most]).integers(1, most, endpoint=True))
-        return batches(number)._replace(drafts=drafts)
-
-    return batch

@@ -118,22 +118,28 @@ def card(recipe: dict[str, Any], config: DFlashConfig, name: str, results: dict[
 
     Of folders on this machine it shows only the names.
     """
-    local = Path(recipe["target"]).exists() or not is_hub_name(recipe["target"])
-    target = Path(recipe["target"]).resolve().name if local else recipe["target"]
+    target, drafter = _shown(recipe["target"]), dict(recipe["drafter"])
+    if drafter.get("from") is not None:
+        drafter["from"] = _shown(drafter["from"])
     data, run = ({k: Path(v).name if k in _FOLDERS and v else v for k, v in recipe[p].items()} for p in ("data", "run"))
-    drafter, start = dict(recipe["drafter"]), recipe["drafter"].get("from")
-    if start is not None and Path(start).exists():
-        drafter["from"] = Path(start).resolve().name
     recipe = recipe | {"target": target, "data": data, "run": run, "drafter": drafter}
     return CARD.format(
         target=target,
-        base="" if local else f"base_model: {target}\n",
+        base="" if _is_local(recipe["target"]) else f"base_model: {target}\n",
         name=name,
         layers=config.num_hidden_layers,
         block_size=config.block_size,
         measured=_measured(recipe["run"], results),
         recipe=yaml.safe_dump(recipe, sort_keys=False),
     )
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).exists() or not is_hub_name(name)
+
+
+def _shown(name: str) -> str:
+    return Path(name).resolve().name if _is_local(name) else name
 
 
 def _measured(run: dict[str, Any], results: dict[str, Any] | None) -> str:

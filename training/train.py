@@ -30,7 +30,7 @@ from dflash.files import exclusive_lock, read_json, remove_unfinished, write_jso
 from dflash.progress import progress
 
 from . import reporting as _registers_its_callbacks  # noqa: F401
-from .batches import Batches, of_all_lengths
+from .batches import Batches
 from .callbacks import CALLBACKS, RunInfo, listeners
 from .data.dataset import dataset_fingerprint, open_dataset, read_manifest
 from .data.mask_token import require_unused
@@ -243,6 +243,16 @@ def _with_features(
         return with_target_pass(batches, target, layer_ids, with_hidden)
     wanted = describe(recipe.data, sequences, target, layer_ids, with_hidden)
     return with_cached_features(batches, CachedFeatures(recipe.data.cached_features, wanted))
+
+
+def of_all_lengths(batches: Callable[[int], Batch], most: int, seed: int) -> Callable[[int], Batch]:
+    """``batches`` whose blocks hold 1 to ``most`` drafts, the same number in a batch, each as likely."""
+
+    def batch(number: int) -> Batch:
+        drafts = int(np.random.default_rng([seed, number, most]).integers(1, most, endpoint=True))
+        return batches(number)._replace(drafts=drafts)
+
+    return batch
 
 
 def cache_features(recipe: Recipe) -> Path:

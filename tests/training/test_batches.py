@@ -7,11 +7,11 @@ import pytest
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash.errors import TrainingError
-from dflash.training.batches import Batches, anchor_counts, of_all_lengths, trainable
+from dflash.training.batches import Batches, anchor_counts, trainable
 from dflash.training.data.sequences import Sequences
 from dflash.training.drafters.loss import Batch
 from dflash.training.recipe import DataSettings
-from dflash.training.train import open_dataset
+from dflash.training.train import of_all_lengths, open_dataset
 
 
 def test_sequences_that_cannot_be_trained_on_are_left_out_and_counted(caplog):

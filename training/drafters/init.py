@@ -203,8 +203,8 @@ def _extended(shape: DrafterShape, start: DFlashDraftModel) -> DFlashDraftModel:
     different = {name for name in weights.keys() ^ wanted.keys() if not _is_added(name, model)}
     if different:
         raise TrainingError(
-            f"drafter.from {shape.from_} is of the kind 'dflash', from which one of the kind {shape.kind!r} cannot "
-            f"start: {min(different)} is not in both."
+            f"drafter.from {shape.from_} is of the kind {kind_of(start)!r}, from which one of the kind {shape.kind!r} "
+            f"cannot start: {min(different)} is not in both."
         )
     model.load_weights(list(weights.items()), strict=False)
     return model

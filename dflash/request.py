@@ -14,8 +14,9 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.sample_utils import make_logits_processors
 
 from . import speculative as _registers_its_rule  # noqa: F401
+from .adaptive import Adaptive
 from .errors import GenerationError, did_you_mean
-from .policy import POLICIES, Adaptive, Fixed, Policy
+from .policy import POLICIES, Fixed, Policy
 from .prompt_cache import PromptCache
 from .registry import Registry
 from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterator
 from statistics import NormalDist
 
 import mlx.core as mx
@@ -12,11 +13,12 @@ import pytest
 from support.models import bound_drafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, Proposal
+from dflash.adaptive import Adaptive
 from dflash.block import Decoding
 from dflash.decode import decode, prefill
 from dflash.errors import DFlashError
 from dflash.estimates import PLAIN, BlockCosts, Calibration, DraftCosts
-from dflash.policy import Adaptive, BlockRecord, Drafts, Fixed, Policy, register_policy
+from dflash.policy import BlockRecord, Drafts, Fixed, Policy, register_policy
 
 BLOCK = 16
 CHANGE = 2000
@@ -184,6 +186,35 @@ def test_a_worthless_drafter_costs_adaptive_at_most_three_percent():
     for seed in range(3):
         world = World(seed, (-4.0, -4.0), (4.0, 4.0))
         assert speed(world, Adaptive(), 512) * world.plain(0) > 0.97
+
+
+def time_of_text(policy: Policy, tokens: int, matches: Iterator[bool]) -> float:
+    """Plain steps that a text takes whose blocks have one draft, a tenth of a step, and a pass of a twentieth more."""
+    policy.begin()
+    spent = 0.0
+    while tokens > 0:
+        nap, right = policy.sleep() > 0, False
+        if nap:
+            policy.observe(BlockRecord(0, 0, 0, 0, None, 0.04, asleep=True))
+        else:
+            k, right = policy.verify_length(Drafts(1)), next(matches)
+            policy.observe(BlockRecord(1, k, k * right, int(right), None, 0.042 + 0.004 * k, drafting=0.004))
+        spent += 1 if nap else 1.05 + 0.1 * k
+        tokens -= 1 + (not nap and k * right)
+    return spent
+
+
+@pytest.mark.parametrize("tokens", [7, 20, 48])
+def test_a_text_with_no_right_draft_loses_little_after_texts_that_gained(tokens):
+    draw = random.Random(0)
+
+    def lost(policy: Policy) -> float:
+        assert sum(time_of_text(policy, 48, iter(lambda: draw.random() < 0.5, None)) for _ in range(20)) < 0.9 * 20 * 48
+        return time_of_text(policy, tokens, iter(lambda: False, None)) - tokens
+
+    # What a text may lose, and the first block, which is always tried.
+    assert lost(Adaptive(loss=0.04)) < 0.04 * tokens + 0.2
+    assert lost(Adaptive(loss=100)) > 0.04 * tokens + 0.2
 
 
 def test_saved_costs_are_known_from_the_first_block_on(tmp_path):

@@ -10,13 +10,14 @@ from support.errors import refused
 from support.models import ScriptedDrafter, llama_model, plain_greedy, qwen3_model, target
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Proposal
+from dflash.adaptive import Adaptive
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance import small_models as small
 from dflash.block import Decoding
 from dflash.decode import decode, prefill
 from dflash.drafters.tree import TreeDrafter, likeliest
 from dflash.errors import DFlashError
-from dflash.policy import Adaptive, BlockRecord, Drafts
+from dflash.policy import BlockRecord, Drafts
 from dflash.target import tree as tree_pass
 from dflash.target.compare import assert_same_caches
 from dflash.target.rewind import _MOVES

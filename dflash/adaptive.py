@@ -1,7 +1,7 @@
 """The number of drafts that commits most tokens per second, and naps for a drafter that gains nothing.
 
-Knows seconds and chances, learned (``estimates.py``) from the blocks that are decoded anyway. Must not know tokens, text
-or models.
+Knows seconds and chances, learned (``estimates.py``) from the blocks that are decoded anyway. Must not know tokens,
+text or models.
 """
 
 import math

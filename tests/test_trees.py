@@ -10,9 +10,9 @@ from support.errors import refused
 from support.models import ScriptedDrafter, llama_model, plain_greedy, qwen3_model, target
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Proposal
-from dflash.adaptive import Adaptive
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance import small_models as small
+from dflash.adaptive import Adaptive
 from dflash.block import Decoding
 from dflash.decode import decode, prefill
 from dflash.drafters.tree import TreeDrafter, likeliest

@@ -71,7 +71,6 @@ class DecodeThreads:
         self._usual: dict[int, float] = {}  # seconds of a block by its drafts
         self._slow = 0  # blocks in a row that took much longer
         self._lengths: deque[int] = deque(maxlen=_LAST)  # tokens of the last passes, since the last measurement
-        self._guessed = True  # what was timed: nothing was decoded before
 
     @contextmanager
     def in_use(self) -> Iterator[bool]:
@@ -131,11 +130,8 @@ class DecodeThreads:
         return f"{self.count} of {self._most}: a pass of {self.timed} tokens takes {times}{others}"
 
     def _due(self) -> bool:
-        other_length = not self.timed / 2 < self._usual_length() < 2 * self.timed
-        if self.count is None or (self._guessed and other_length):
-            return True
-        changed = self._slow >= _SLOW_PASSES or other_length
-        return self._spent >= (_PERIOD_IF_CHANGED if changed else _PERIOD) * self._cost
+        changed = self._slow >= _SLOW_PASSES or not self.timed / 2 < self._usual_length() < 2 * self.timed
+        return self.count is None or self._spent >= (_PERIOD_IF_CHANGED if changed else _PERIOD) * self._cost
 
     def _usual_length(self) -> int:
         """Tokens of most of the last passes, two at least; as long as those are few, of what was timed."""
@@ -149,7 +145,6 @@ class DecodeThreads:
         backend.set_blas_threads(self.count or most)
 
     def _measure(self, most: int) -> None:
-        self._guessed = len(self._lengths) < _ENOUGH
         self.timed = self._usual_length()
         self._lengths.clear()
         counts, seconds, logits = sorted(candidates(most)), {}, {}

@@ -96,6 +96,15 @@ def test_passes_that_became_slow_are_measured_again_in_the_middle_of_a_text(mach
         assert machine.now - began < 2  # ten times what the measurement took, not forty times
 
 
+def test_a_short_text_of_passes_shorter_than_the_one_timed_is_not_interrupted(machine):
+    choice = chooser(machine)
+    with choice.in_use():
+        passes = machine.passes
+        for _ in choice.watch(machine.blocks(50, 1)):
+            pass
+        assert machine.passes == passes + 50
+
+
 def test_a_machine_that_became_quiet_is_noticed_with_time(machine):
     machine.seconds = BUSY
     choice = chooser(machine)
@@ -160,9 +169,9 @@ def test_a_use_inside_another_tells_what_passes_are_like_and_changes_nothing(mac
     choice = chooser(machine)
     with choice.in_use(), choice.in_use() as decides:
         passes = machine.passes
-        for _ in choice.watch(machine.blocks(100, 1), decides):
+        for _ in choice.watch(machine.blocks(2000, 1), decides):
             pass
-        assert machine.passes == passes + 100
+        assert machine.passes == passes + 2000
     with choice.in_use():
         assert choice.timed == 2
 

@@ -3,6 +3,7 @@
 Knows token ids, caches and policies. Must not know text, any architecture, how drafts are made, or what comes after.
 """
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from .policy import Drafts, Policy
 from .sampling import GREEDY, LogitsProcessor, Sampler, process_logits
 from .target import LoadedTargetModel, TargetCache
 from .trees import outcomes, rows_before
+from .values import short
 from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, token_ids
 
 
@@ -151,10 +153,9 @@ def choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Choice
     device need not wait for the host afterwards; if the policy then wants another length, it is built anew.
     """
     proposed = proposal.tokens.shape[1]
-    # Drafts that were drawn must be verified whatever they are: to look at them first would prefer some.
-    chances_L = proposal.acceptance_chances() if run.policy.reads_confidence and proposal.log_q is None else None
+    chances_L = proposal.acceptance_chances() if run.policy.reads_confidence else None
     if chances_L is None or not run.policy.waits_for_confidence(proposal.source):
-        length = run.policy.verify_length(Drafts(proposed, None, proposal.source, proposal.parents))
+        length = min(ask(run.policy.verify_length, Drafts(proposed, None, proposal.source, proposal.parents)), proposed)
         return Choice(_build_pass(run, state, proposal.first(length)), chances_L)
     mx.async_eval(chances_L)
     undo, began = state.target_cache.undo_point(), time.perf_counter()
@@ -162,7 +163,7 @@ def choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Choice
     one, building = _build_pass(run, state, proposal.first(guess)), time.perf_counter() - began
     confidence, known_at = cast(list[float], chances_L.tolist()), time.perf_counter()
     drafts = Drafts(proposed, confidence, proposal.source, proposal.parents, guess, building)
-    length = run.policy.verify_length(drafts)
+    length = min(ask(run.policy.verify_length, drafts), proposed)
     if length == guess:
         return Choice(one, chances_L, known_at)
     undo()
@@ -192,6 +193,23 @@ def known_outcomes(proposal: Proposal, verified: Verified) -> dict[int, bool]:
     if proposal.log_q is not None:  # drafts that were drawn tell nothing beyond what the rule says
         return {i: i < verified.accepted for i in range(min(verified.accepted + 1, proposal.tokens.shape[1]))}
     return outcomes(token_ids(proposal.tokens[0]), proposal.lineage, verified.tokens)
+
+
+def ask(question: Callable[..., int], *about: Any) -> int:
+    """What a method of a policy answers.
+
+    Raises :class:`~dflash.errors.GenerationError` for anything but a whole number of at least 0.
+    """
+    answer = question(*about)
+    try:
+        number = operator.index(answer)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise GenerationError(
+            f"The policy's {question.__qualname__} returned {short(answer)}; expected a whole number of at least 0."
+        )
+    return number
 
 
 def check_verified(verify: VerifyRule, verified: Verified, drafted: list[int], parents: list[int]) -> None:

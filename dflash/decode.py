@@ -14,6 +14,7 @@ from .block import (
     BlockTimes,
     DecodeState,
     Decoding,
+    ask,
     check_committed,
     check_verified,
     choose_pass,
@@ -92,11 +93,11 @@ def decode(run: Decoding, state: DecodeState, max_tokens: int, block_size: int) 
     """Blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
     run.policy.begin()
     while (remaining := state.prompt_length + max_tokens - len(state.tokens)) > 0:
-        if (nap := min(run.policy.sleep(), remaining)) > 0:
+        if (nap := min(ask(run.policy.sleep), remaining)) > 0:
             yield from plain_steps(run, state, nap)
         else:
             most = min(block_size, remaining, state.target_cache.longest_pass) - 1
-            yield decode_block(run, state, run.policy.draft_length(most) if most else 0)
+            yield decode_block(run, state, min(ask(run.policy.draft_length, most), most) if most else 0)
 
 
 def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:

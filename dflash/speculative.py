@@ -62,14 +62,19 @@ class SpeculativeSampling:
 
 
 def drawn(proposal: Proposal, sampler: DrawingSampler) -> Proposal:
-    """The proposal with each draft drawn from its own logits, as ``sampler`` says; as it is if it has no logits."""
+    """The proposal with each draft drawn from its own logits, as ``sampler`` says; as it is if it has no logits.
+
+    The confidence is the drafter's probability of a draft before it is drawn, ``sum(q ** 2)``: it tells a policy what
+    this row's drafts are like, and nothing of the draft itself.
+    """
     if proposal.logits is None:
         return proposal
     log_q_NK = sampler.log_distribution(proposal.logits[0])
     tokens_N = mx.random.categorical(log_q_NK).astype(mx.int64)
     if proposal.candidates is not None:
         tokens_N = mx.take_along_axis(proposal.candidates[0], tokens_N[:, None], axis=-1)[:, 0].astype(mx.int64)
-    return replace(proposal, tokens=tokens_N[None], log_q=log_q_NK[None])
+    confidence_N = mx.exp(2 * log_q_NK.astype(mx.float32)).sum(axis=-1)
+    return replace(proposal, tokens=tokens_N[None], log_q=log_q_NK[None], confidence=confidence_N[None])
 
 
 def _dense_q(proposal: Proposal, drafts_N1: mx.array, vocab: int) -> mx.array:

@@ -167,6 +167,24 @@ def test_a_tree_of_drafts_changes_nothing():
     assert excess(first_mismatch, TREE) < 1
 
 
+class Choosy(SpeculativeSampling):
+    """Verifies drafts up to the first row of which the drafter is unsure, as a policy may."""
+
+    def sure(self, proposal: Proposal) -> mx.array:
+        return proposal.acceptance_chances() > 0.34
+
+    def __call__(self, proposal: Proposal, logits_LV: mx.array, sampler) -> Verified:
+        count = [*self.sure(proposal).tolist(), False].index(False)
+        return super().__call__(proposal.first(count), logits_LV[: count + 1], sampler)
+
+
+def test_how_many_drawn_drafts_are_verified_may_depend_on_what_they_were_drawn_from():
+    asked = CASES["temperature and bias"]
+    proposals = [drawn(proposal_after(token, asked), asked.checked.build_sampler()) for token in range(V)]
+    assert [Choosy().sure(proposal).tolist() for proposal in proposals][:2] == [[False, True], [True, False]]
+    assert excess(Choosy(), asked) < 1
+
+
 # --- these tests can fail ---------------------------------------------------------------------------------
 
 
@@ -176,6 +194,14 @@ class OwnInsteadOfRest(SpeculativeSampling):
     def __call__(self, proposal: Proposal, logits_LV: mx.array, sampler) -> Verified:
         verified = super().__call__(proposal, logits_LV, sampler)
         return Verified([*verified.tokens[:-1], token_ids(sample_target(logits_LV, sampler))[verified.accepted]], 0)
+
+
+class PrefersSome(Choosy):
+    """Looks at the drafts themselves."""
+
+    def sure(self, proposal: Proposal) -> mx.array:
+        own_N1 = mx.take_along_axis(mx.exp(proposal.log_q[0]), proposal.tokens[0, :, None], axis=-1)
+        return own_N1[:, 0] > 0.34
 
 
 def greedily_first(proposal: Proposal, logits_LV: mx.array, sampler) -> Verified:
@@ -202,8 +228,13 @@ def drawn_for_each_sibling(tree: Proposal, logits_LV: mx.array, sampler) -> Veri
 
 @pytest.mark.parametrize(
     ("rule", "asked"),
-    [(OwnInsteadOfRest(), SPARSE), (greedily_first, CASES["temperature and bias"]), (drawn_for_each_sibling, TREE)],
-    ids=["own instead of rest", "greedily first", "drawn for each sibling"],
+    [
+        (OwnInsteadOfRest(), SPARSE),
+        (PrefersSome(), CASES["temperature and bias"]),
+        (greedily_first, CASES["temperature and bias"]),
+        (drawn_for_each_sibling, TREE),
+    ],
+    ids=["own instead of rest", "prefers some", "greedily first", "drawn for each sibling"],
 )
 def test_a_wrong_rule_is_found_out(rule, asked):
     assert excess(rule, asked) > 1.2

@@ -10,13 +10,14 @@ from statistics import NormalDist
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.errors import refused
 from support.models import bound_drafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, Proposal
 from dflash.adaptive import Adaptive
 from dflash.block import Decoding
 from dflash.decode import decode, prefill
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, GenerationError
 from dflash.estimates import PLAIN, BlockCosts, Calibration, DraftCosts
 from dflash.policy import BlockRecord, Drafts, Fixed, Policy, register_policy
 
@@ -463,17 +464,45 @@ def test_a_policy_is_chosen_by_name_or_number_and_unknown_ones_are_named():
         decoder.spec_generate([3, 1, 4], 8, policy=lambda drafts: 3)
 
 
-def test_drafts_that_were_drawn_are_verified_whatever_they_are():
-    """To look at them first would prefer some, and the text would not be the target's."""
-    policy = Dozing()
+@pytest.mark.parametrize(
+    ("method", "returned"), [("verify_length", 2.5), ("verify_length", -3), ("draft_length", None), ("sleep", 1.5)]
+)
+@pytest.mark.parametrize("told", [False, True])
+def test_what_a_policy_returns_is_checked(method, returned, told):
+    class Emma(Policy):
+        reads_confidence = told
+
+        def answer(self, *_):
+            return returned
+
+    setattr(Emma, method, Emma.answer)
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2))
+    with pytest.raises(GenerationError) as error:
+        decoder.spec_generate([3, 1, 4], 40, policy=Emma(), stop_token_ids=[])
+    refused(error, f"Emma.answer returned {returned}; expected a whole number of at least 0")
+
+
+@pytest.mark.parametrize("number", [np.int64, mx.array, lambda n: 0, lambda n: 99])
+def test_any_whole_number_is_one_and_one_beyond_the_most_means_all(number):
+    class Two(Policy):
+        def draft_length(self, most):
+            return number(min(2, most))
+
+        def verify_length(self, drafts):
+            return number(drafts.count)
+
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2))
+    assert decoder.spec_generate([3, 1, 4], 5, policy=Two(), stop_token_ids=[]).size == 8
+
+
+def test_of_drafts_that_were_drawn_a_policy_is_told_what_they_were_drawn_from():
+    policy, told = Dozing(), []
     policy.verify_length = lambda drafts: told.append(drafts.confidence) or drafts.count
-    told: list[list[float] | None] = []
     decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2), policy=policy)
-    for verify in ("first_mismatch", "speculative_sampling"):
-        decoder.spec_generate([3, 1, 4, 1, 5], 12, 1.0, verify=verify, seed=1)
-        assert all((confidence is None) == (verify == "speculative_sampling") for confidence in told)
-        assert told
-        told.clear()
+    decoder.spec_generate([3, 1, 4, 1, 5], 12, 1.0, verify="speculative_sampling", seed=1)
+    expected = np.concatenate([confidence for confidence in told if confidence])
+    assert (expected > 1 / 32).all()
+    assert (expected < 1).all()
 
 
 def blocks_of(decoder: DFlashSpeculativeDecoder, **options) -> list[list[int]]:

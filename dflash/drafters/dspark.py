@@ -162,7 +162,7 @@ class DSparkDraftModel(DFlashDraftModel):
             logits.append(logits_1V)
             log_q += [] if of_column is None else [of_column]
         confidence = None
-        if "confidence_head" in self:
+        if "confidence_head" in self and not log_q:  # it reads the drafts
             logit_N = self._confidence_logits(hidden_1NE[0], mx.concatenate(tokens[:-1]))
             temperatures = self.config.confidence_temperatures
             confidence = mx.sigmoid(logit_N / mx.array(temperatures[:length]) if temperatures else logit_N)[None]

@@ -27,7 +27,8 @@ class Proposal:
         log_q: Log-probabilities, shaped like ``logits``, of the distribution that each token was drawn from, given
             the drafts before it; ``None`` where the tokens are the drafter's best.
         confidence: ``[1, n]`` chance that each draft is accepted if all before it are, from a head of its own;
-            ``None``: the softmax of ``logits`` at the token.
+            ``None``: the softmax of ``logits`` at the token. Where drafts were drawn, it must not depend on what was
+            drawn, and ``None`` is no confidence: a policy that prefers some draws changes what the text is drawn from.
         source: Which of several drafters made it, where one drafter is made of several.
         parents: Where the drafts are a tree, the draft that each follows, which stands before it, or -1 for the
             anchor; ``None``: each follows the one before it.
@@ -54,10 +55,10 @@ class Proposal:
         return replace(self, parents=parents, **{name: array[:, :count] for name, array in held.items()})
 
     def acceptance_chances(self) -> mx.array | None:
-        """What the drafter thinks of each draft ``[n]``, in float32; ``None`` where it does not say."""
+        """What the drafter thinks of each draft ``[n]``, in float32; ``None`` where it does not say, or may not."""
         if self.confidence is not None:
             return self.confidence[0].astype(mx.float32)
-        if self.logits is None:
+        if self.logits is None or self.log_q is not None:
             return None
         logits_NV, tokens_N1 = self.logits[0].astype(mx.float32), self.tokens[0, :, None]
         if self.candidates is None:

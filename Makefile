@@ -59,7 +59,7 @@ pair: $(VENV)/installed
 
 publish: $(VENV)/installed
 	$(BIN)/python -m dflash.training.toy.tasks heldout 100 --seed 2026 > runs/pair/heldout.jsonl
-	$(BIN)/dflash export runs/pair/drafter dflash/pair/drafter
+	$(BIN)/dflash export runs/pair/drafter dflash/pair/drafter --target-name bundled
 	cp runs/pair/target/* dflash/pair/target/
 	cp runs/pair/heldout.jsonl dflash/pair/heldout.jsonl
 	$(BIN)/python -m dflash.training.publish dflash/pair/drafter --target dflash/pair/target --name "the bundled target"
@@ -91,7 +91,7 @@ real: real-data
 	$(BIN)/dflash train configs/smollm2-135m-elastic.yaml
 
 publish-real: $(VENV)/installed
-	$(BIN)/dflash export $(REAL)/elastic $(REAL_DRAFTER)
+	$(BIN)/dflash export $(REAL)/elastic $(REAL_DRAFTER) --target-name HuggingFaceTB/SmolLM2-135M-Instruct
 	$(BIN)/python -m dflash.training.publish $(REAL_DRAFTER) --target $(REAL)/target \
 	    --name HuggingFaceTB/SmolLM2-135M-Instruct
 

@@ -17,6 +17,9 @@ import mlx.nn as nn
 
 from dflash.errors import IncompatibleModelsError
 
+DRAFTER_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+"""What training asks of :attr:`TargetAdapter.config`, so that a new drafter has the target's sizes."""
+
 
 class LayerCaller(Protocol):
     """Makes the calls of layers in place of the backbone, to remember what a rewind needs."""
@@ -61,7 +64,13 @@ class TargetAdapter:
 
     @property
     def config(self) -> Any:
-        """The text model's config: mlx-lm's ``ModelArgs``, or a view of a wrapper's ``text_config``."""
+        """The text model's config: mlx-lm's ``ModelArgs``, or a view of a wrapper's ``text_config``.
+
+        Training gives a new drafter the sizes that it finds here as ``intermediate_size``, ``num_attention_heads`` and
+        ``num_key_value_heads``; and, where they are there, ``head_dim`` (else ``hidden_size`` by heads) and
+        ``rope_theta``. For a config with other names, override this with an object that has these, such as a
+        ``SimpleNamespace``; decoding asks only for what the properties below read.
+        """
         model = self.language_model
         config = getattr(model, "args", None) or getattr(model, "config", None)
         text = getattr(config, "text_config", None)

@@ -41,7 +41,11 @@ class GenericAdapter(TargetAdapter):
         self._layers = _list_with(self._holder, layers[0])
         with_table = [i for i, (_, module) in enumerate(path) if _tables(module)]
         if not with_table or with_table[-1] == 0:
-            raise IncompatibleModelsError(f"{type(self._holder).__name__} of {name} has no token embedding.")
+            found = ", ".join(f"{key} ({type(part).__name__})" for key, part in self._holder.items())
+            raise IncompatibleModelsError(
+                f"{type(self._holder).__name__} of {name} has no token embedding: an nn.Embedding is looked for beside "
+                f"the layers, and it has {found}."
+            )
         self._name, self._backbone = path[with_table[-1]]
         self._owner = path[with_table[-1] - 1][1]
         self._embedding = _tables(self._backbone)[0]

@@ -1,7 +1,20 @@
 """DFlash for MLX: lossless speculative decoding with block-diffusion drafters.
 
-Public names load on first use, so that ``dflash --help`` is quick and a machine on which MLX has no backend
-gets one line instead of a traceback.
+Decoding        DFlashSpeculativeDecoder, DecodeOptions, DFlashResponse, PromptCache, Profile, TraceFile
+Models          load_target, LoadedTargetModel, load_drafter, save_drafter, is_draft_model_compatible
+Conversations   read_conversations
+A drafter       DFlashDraftModel, DFlashConfig, Drafter, Proposal, register_drafter
+An architecture TargetAdapter, register_adapter
+A policy        Policy, Drafts, BlockRecord, register_policy
+A rule          Verified, register_verify
+Sampling        register_sampler, register_logits_processor
+Errors          DFlashError, which all of them are
+
+Subpackages: ``adapters`` (architectures), ``training`` (drafters), ``study`` (ablations, traces) and ``bench`` (against
+plain mlx_lm).
+
+Public names and subpackages load on first use, so that ``dflash --help`` is quick and a machine on which MLX has no
+backend gets one line instead of a traceback.
 """
 
 from importlib import import_module
@@ -11,6 +24,10 @@ from . import backend  # before anything imports MLX: it loads the fast BLAS
 from .errors import DFlashError as DFlashError
 
 if TYPE_CHECKING:
+    from . import adapters as adapters
+    from . import bench as bench
+    from . import study as study
+    from . import training as training
     from .adapters import TargetAdapter as TargetAdapter
     from .adapters import register_adapter as register_adapter
     from .drafters.checkpoint import load_drafter as load_drafter
@@ -22,10 +39,13 @@ if TYPE_CHECKING:
     from .drafters.protocol import Proposal as Proposal
     from .drafters.vocabularies import is_draft_model_compatible as is_draft_model_compatible
     from .generate import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
+    from .policy import BlockRecord as BlockRecord
+    from .policy import Drafts as Drafts
     from .policy import Policy as Policy
     from .policy import register_policy as register_policy
     from .profile import Profile as Profile
     from .prompt_cache import PromptCache as PromptCache
+    from .prompts import read_conversations as read_conversations
     from .request import DecodeOptions as DecodeOptions
     from .sampling import register_logits_processor as register_logits_processor
     from .sampling import register_sampler as register_sampler
@@ -37,12 +57,14 @@ if TYPE_CHECKING:
     from .verify import register_verify as register_verify
 
 _MODULE_OF = {
+    "BlockRecord": "policy",
     "DFlashConfig": "drafters.config",
     "DFlashDraftModel": "drafters.dflash",
     "DFlashResponse": "stream",
     "DFlashSpeculativeDecoder": "generate",
     "DecodeOptions": "request",
     "Drafter": "drafters.protocol",
+    "Drafts": "policy",
     "LoadedTargetModel": "target",
     "Policy": "policy",
     "Profile": "profile",
@@ -54,6 +76,7 @@ _MODULE_OF = {
     "is_draft_model_compatible": "drafters.vocabularies",
     "load_drafter": "drafters.checkpoint",
     "load_target": "target",
+    "read_conversations": "prompts",
     "register_adapter": "adapters",
     "register_drafter": "drafters.kinds",
     "register_logits_processor": "sampling",
@@ -63,12 +86,20 @@ _MODULE_OF = {
     "save_drafter": "drafters.checkpoint",
 }
 
+_SUBPACKAGES = ("adapters", "bench", "study", "training")
+
 __all__ = ["DFlashError", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in _MODULE_OF and name not in _SUBPACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     backend.require_mlx()
+    if name in _SUBPACKAGES:
+        return import_module(f".{name}", __name__)
     value = globals()[name] = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import BackendError
+from .errors import BackendError, install_extra
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -53,7 +53,7 @@ def preload_blas() -> str:
             except OSError:
                 continue
             return str(library)
-    return "MLX's own (slow; install dflash-research[cpu] for a faster one)"
+    return f"MLX's own (slow; {install_extra('cpu')} for a faster one)"
 
 
 def wait_for_this_thread() -> None:
@@ -77,9 +77,8 @@ def require_mlx() -> None:
         import mlx.core as mx
     except ImportError as error:
         raise BackendError(
-            f"MLX has no backend on this machine ({error}). Install one: "
-            "pip install 'dflash-research[cpu]' (Linux), 'dflash-research[cuda]' (NVIDIA), "
-            "or plain dflash-research on Apple silicon."
+            f"MLX has no backend on this machine ({error}); {install_extra('cpu')} on Linux, "
+            "'cuda' with NVIDIA's GPUs, none on Apple silicon."
         ) from error
     mx.default_device()
 

@@ -1,15 +1,20 @@
-"""The drafters that ship with the package, and how each is found: by what a target is, not by its name.
+"""The models that ship with the package, and how each is found: by what a model is, not by its name.
 
-Knows their folders and the index of them. Must not know how a drafter is made, loaded or used.
+Knows their folders, the index of drafters, and what a drafter's config says of its target. Must not know how a drafter
+is made, loaded or used.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import IncompatibleModelsError
-from .files import read_json
-from .target import LoadedTargetModel
-from .target.identity import norm_fingerprint
+from .drafters.combined import PREFIX as COMBINED
+from .drafters.mtp import NAME as MTP
+from .drafters.ngram import NAME as NGRAM
+from .errors import CheckpointError, IncompatibleModelsError
+from .files import is_hub_name, read_json, resolve_checkpoint
+from .target import LoadedTargetModel, load_target
+from .target.identity import norm_fingerprint, target_fingerprint
+from .target.load import BUNDLED
 
 REAL = Path(__file__).parent / "real"
 """Drafters for published targets, and requests to such targets: ``REAL / HELDOUT``."""
@@ -58,3 +63,24 @@ def drafter_folder(target: LoadedTargetModel) -> Path:
             "it, or make one with: dflash fit --target TARGET --output FOLDER."
         )
     return found.folder
+
+
+def target_for(drafter: str | Path) -> LoadedTargetModel:
+    """The bundled target, for a ``drafter`` that was trained for it, as its config says, or that needs no training.
+
+    Raises :class:`~dflash.errors.CheckpointError` if there is no such folder, and
+    :class:`~dflash.errors.IncompatibleModelsError` for any other drafter.
+    """
+    name = str(drafter).removeprefix(COMBINED)
+    if name == NGRAM:
+        return load_target(BUNDLED)
+    if is_hub_name(name) and not Path(name).exists():
+        raise CheckpointError(f"There is no folder {name!r}; beside a drafter of the hub, give its target too.")
+    trained_for = None if name == MTP else read_json(resolve_checkpoint(name) / "config.json").get("target_fingerprint")
+    target = load_target(BUNDLED)
+    if trained_for != target_fingerprint(target):
+        raise IncompatibleModelsError(
+            f"The drafter {drafter} works only with the target that it was trained for: give both, or neither for the "
+            "bundled models."
+        )
+    return target

@@ -41,6 +41,11 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def install_extra(name: str) -> str:
+    """How to get the packages of an extra, as the end of a sentence; the package itself is on no index."""
+    return f"install the extra {name!r} (from the clone: pip install '.[{name}]')"
+
+
 def did_you_mean(name: object, known: Iterable[object]) -> str:
     """How to mend an unknown name: the nearest of the known ones, or all of them."""
     names = [str(k) for k in known]

@@ -45,8 +45,19 @@ def resolve_checkpoint(path_or_hub_name: str | Path) -> Path:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS))
     except Exception as error:  # the hub client raises many unrelated kinds
         raise CheckpointError(
-            f"No folder {name!r} here, and it could not be downloaded from the hub: {one_line(error)}"
+            f"There is no folder {name!r}, so it was looked for on the hub: {_hub_reason(error)}"
         ) from error
+
+
+def _hub_reason(error: Exception) -> str:
+    """Why the hub gave nothing; its own words for these two are a paragraph."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError):
+        return "it cannot be reached from here."
+    if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+        return "it has no such model, or a private one."
+    return one_line(error)
 
 
 def is_hub_name(name: str) -> bool:

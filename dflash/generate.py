@@ -18,26 +18,25 @@ from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
 from .block import Decoding
-from .bundled import drafter_folder
+from .bundled import drafter_folder, target_for
 from .decode import decode, feed, prefill
 from .drafters.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
 from .drafters.tree import TreeDrafter
-from .errors import DFlashError, GenerationError, IncompatibleModelsError
+from .errors import GenerationError, IncompatibleModelsError
 from .policy import Policy
 from .prompt_cache import PromptCache
 from .request import DecodeOptions, decode_options
 from .stream import DFlashResponse, Step, first_block, responses, through_stop
 from .target import LoadedTargetModel, TargetCache, load_target
+from .target.load import BUNDLED
+from .target.load import PAIR as PAIR
 from .text import TextStream
 from .threads import threads_for
 from .tokens import Prompt, prompt_tokens, token_row
 from .trace import TokenTexts, inspect, recording
 from .values import require_count
-
-PAIR = Path(__file__).parent / "pair"
-"""The bundled models: ``PAIR / "target"`` and ``PAIR / "drafter"``."""
 
 logger = logging.getLogger(__name__)
 
@@ -114,22 +113,20 @@ class DFlashSpeculativeDecoder:
     ) -> "DFlashSpeculativeDecoder":
         """Load target and drafter from folders or hub names; without arguments, the bundled models.
 
-        A ``target`` alone gets the bundled drafter that was made for it, at whatever precision it is kept.
+        A ``target`` alone gets the bundled drafter that was made for it, at whatever precision it is kept. A
+        ``drafter`` alone gets the bundled target (by name, ``"bundled"``), if it was trained for that one or needs no
+        training.
         ``trust_remote_code`` lets the target's checkpoint run the Python code that it brings with it. ``draft_bits``
         quantises the drafter, and ``draft_window`` limits the context that it sees (:func:`~dflash.load_drafter`).
-        ``options`` go to the constructor. Raises :class:`~dflash.errors.DFlashError` on bad checkpoints, and for a
-        ``target`` alone for which no drafter is bundled.
+        ``options`` go to the constructor. Raises :class:`~dflash.errors.DFlashError` on bad checkpoints, for a
+        ``target`` alone for which no drafter is bundled, and for a ``drafter`` alone of another target.
         """
-        if target is None and drafter is not None:
-            raise DFlashError(
-                "A drafter works only with the target that it was trained for: give both, or neither for "
-                "the bundled models."
-            )
-        if target is None:
-            target, drafter = PAIR / "target", PAIR / "drafter"
         own = ("tokenizer", "block_size", "max_seq_length", "adapter")
         decode_options({name: value for name, value in options.items() if name not in own})  # before minutes of loading
-        loaded = load_target(target, trust_remote_code)
+        if target is None and drafter is not None:
+            loaded = target_for(drafter)
+        else:
+            loaded = load_target(BUNDLED if target is None else target, trust_remote_code)
         drafter = drafter_folder(loaded) if drafter is None else drafter
         return cls(loaded, load_drafter(drafter, draft_bits, draft_window), **options)
 
@@ -312,13 +309,15 @@ class DFlashSpeculativeDecoder:
                 caches = kept.target_cache, kept.draft_cache
             # A prompt's products are large enough for all BLAS threads; blocks get the count that is quickest for them.
             state = prefill(run, prompt, options.prefill_step_size, *caches)
+            measured = self.threads.measuring
             with self.threads.in_use() as decides:
                 blocks = decode(run, state, max_tokens, self.block_size)
                 watched = self.threads.watch(blocks, decides)
                 try:
                     for step in through_stop(chain([first_block(state)], watched), stops, max_tokens):
                         generated += len(step.tokens)
-                        yield replace(step, why=run.policy.why()) if options.watched else step
+                        measuring, measured = self.threads.measuring - measured, self.threads.measuring
+                        yield replace(step, why=run.policy.why(), measuring=measuring) if options.watched else step
                 finally:
                     blocks.close()  # plain steps hand over to the drafter what they kept for it
                     if kept is not None:

@@ -72,7 +72,11 @@ class BlockRecord:
 
 
 class Policy:
-    """Drafts always and verifies every draft. A policy of one's own overrides what it wants otherwise."""
+    """Drafts always and verifies every draft. A policy of one's own overrides what it wants otherwise.
+
+    It is told :attr:`Drafts.confidence` only if its class sets ``reads_confidence = True``: to know the drafter's
+    probabilities before the pass costs a wait for the device. Even then they may be ``None``.
+    """
 
     reads_confidence = False
     """Whether the policy is told the drafter's probabilities."""
@@ -88,7 +92,7 @@ class Policy:
         """The drafter has found something while it sleeps; :meth:`sleep` is asked next."""
 
     def draft_length(self, most: int) -> int:
-        """How many drafts to ask the drafter for, 1 to ``most``."""
+        """How many drafts to ask the drafter for: 0, for a plain step, to ``most``."""
         return most
 
     def waits_for_confidence(self, source: str) -> bool:
@@ -112,7 +116,7 @@ class Policy:
 
 PolicyFactory = Callable[[], Policy]
 
-POLICIES: Registry[PolicyFactory] = Registry("policy", "dflash.policies")
+POLICIES: Registry[PolicyFactory] = Registry("policy", "dflash.policies", "A number of drafts works too.")
 
 
 def register_policy(name: str) -> Callable[[PolicyFactory], PolicyFactory]:

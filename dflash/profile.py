@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-PARTS = ("prefill", "draft", "verify", "rewind", "plain", "host")
+PARTS = ("prefill", "draft", "verify", "rewind", "plain", "threads", "host")
 
 
 @dataclass
@@ -36,7 +36,8 @@ class Profile:
     """A request's seconds by part and its blocks by verify length; a :data:`~dflash.trace.Trace` that adds up.
 
     Parts: ``prefill``; ``draft``, ``verify`` and ``rewind`` of the blocks; ``plain`` steps while the drafter sleeps;
-    ``host``, all the rest, in which the caller's own time is. They add up to the time of the request.
+    ``threads``, the choice of the number of BLAS threads (:mod:`dflash.threads`); ``host``, all the rest, in which the
+    caller's own time is. They add up to the time of the request.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))

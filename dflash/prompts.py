@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import DataError, one_line
+from dflash.errors import DataError, install_extra, one_line
 from dflash.files import is_hub_name
 
 _OURS = ("messages", "prompt", "response", "completion")
@@ -152,7 +152,7 @@ def _hub_rows(name: str, split: str, subset: str | None) -> Iterator[tuple[str, 
     except ImportError as error:
         raise DataError(
             f"There is no file {name!r}, and hub datasets need the 'datasets' package: "
-            "pip install 'dflash-research[hub]', or give a JSONL file."
+            f"{install_extra('hub')}, or give a JSONL file."
         ) from error
     try:
         rows = load_dataset(name, subset, split=split)
@@ -176,9 +176,10 @@ def conversation(row: Any, where: str, template: str | None = None, turns: str |
         messages = _exchange(row, where)
     else:
         keys = ", ".join(map(repr, row)) or "none"
+        text = next((key for key, value in row.items() if isinstance(value, str) and key.isidentifier()), "question")
         raise DataError(
             f"{where} has no 'prompt' or 'messages' (its keys: {keys}); make a prompt of other keys with "
-            "--template, such as --template '{question}'."
+            f"--template, such as --template '{{{text}}}'."
         )
     extra = {key: value for key, value in row.items() if key not in _OURS}
     return Conversation(_checked(messages, where), where, extra)

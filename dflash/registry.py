@@ -26,10 +26,11 @@ class Registry(Generic[T]):
         what: The sort, as messages call it: ``"adapter"``.
         group: The entry-point group of other packages: a module that registers when imported, or the thing
             itself under the name of the entry point.
+        also: What may be given in place of a name, as a sentence.
     """
 
-    def __init__(self, what: str, group: str):
-        self.what, self.group = what, group
+    def __init__(self, what: str, group: str, also: str = ""):
+        self.what, self.group, self.also = what, group, also
         self._known: dict[str, T] = {}
         self._broken: dict[str, str] = {}
         self._loaded = False
@@ -84,24 +85,37 @@ class Registry(Generic[T]):
         return None
 
     def get(self, name: str) -> T:
-        """What is registered as ``name``. Raises :class:`DFlashError` where nothing is, with the nearest name."""
+        """What is registered as ``name``. Raises :class:`DFlashError` where nothing is, with :meth:`advice`."""
         found = self.find(name)
         if found is None:
-            raise DFlashError(f"Unknown {self.what} {name!r}; {did_you_mean(name, self.all())}")
+            raise DFlashError(f"Unknown {self.what} {name!r}; {self.advice(name)}")
         return found
+
+    def advice(self, name: str) -> str:
+        """How to mend the unknown ``name``: the nearest one, or how one's own becomes known."""
+        own = "Import the module that registers yours, or name it with --plugin FILE."
+        return " ".join(part for part in (did_you_mean(name, self.all()), self.also, own) if part)
 
 
 def load_plugin(plugin: str | Path) -> Any:
     """Import a plug-in, which registers what it adds: a ``.py`` file, or a module's dotted name.
 
+    A file may import its neighbours: its folder is put on ``sys.path``.
+
     Raises :class:`DFlashError` if it is not there or fails.
     """
     path = Path(plugin)
-    if path.suffix != ".py" and path.exists():
+    is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
+        raise DFlashError(f"There is no plug-in file {plugin}.")
+    if not is_file and (path.exists() or not all(part.isidentifier() for part in str(plugin).split("."))):
         raise DFlashError(f"The plug-in {plugin} is no Python; expected a .py file or a module's dotted name.")
     try:
-        if path.suffix != ".py":
+        if not is_file:
             return importlib.import_module(str(plugin))
+        folder = str(path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)  # as for a script, so that a plug-in may be several files
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None

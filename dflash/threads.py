@@ -64,6 +64,8 @@ class DecodeThreads:
         self.timed = block_size
         self.count: int | None = None
         """The chosen count; ``None`` before the first measurement and where the count is left alone."""
+        self.measuring = 0.0
+        """Seconds of all measurements so far."""
         self._run_pass, self._block_size, self._clock = run_pass, block_size, clock
         self._most: int | None = None
         self._other_bits: list[int] = []
@@ -142,6 +144,7 @@ class DecodeThreads:
             began = self._clock()
             self._measure(most)
             self._cost, self._spent, self._slow, self._usual = self._clock() - began, 0.0, 0, {}
+            self.measuring += self._cost
         backend.set_blas_threads(self.count or most)
 
     def _measure(self, most: int) -> None:

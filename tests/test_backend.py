@@ -32,7 +32,7 @@ def test_import_without_a_backend_says_what_to_install(without_mlx: dict[str, st
     assert run.returncode != 0
     last = run.stderr.strip().splitlines()[-1]
     assert "BackendError" in last
-    assert "dflash-research[cpu]" in last
+    assert "pip install '.[cpu]'" in last
 
 
 def test_command_without_a_backend_prints_one_line(without_mlx: dict[str, str]) -> None:

@@ -74,7 +74,7 @@ BAD_LINES = {
     "number": ("7", "line 3 must hold an object, not a int"),
     "keys": (
         '{"text": "x"}',
-        r"line 3 has no 'prompt' or 'messages' \(its keys: 'text'\); make .* --template",
+        r"line 3 has no 'prompt' or 'messages' \(its keys: 'text'\); make .* --template '\{text\}'",
     ),
     "prompt type": ('{"prompt": 7}', "line 3: the text of the user must be a string, got 7"),
     "response type": ('{"prompt": "x", "response": null}', "line 3: the text of the assistant must be a string"),
@@ -151,7 +151,7 @@ def test_a_hub_dataset_that_cannot_be_had_is_one_line_of_error(monkeypatch, tmp_
     fake_datasets(monkeypatch, [])
     assert_one_error(invoke_prepare("org/set", tmp_path, target_folder), "org/set is empty")
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    assert_one_error(invoke_prepare("org/set", tmp_path, target_folder), r"pip install 'dflash-research\[hub\]'")
+    assert_one_error(invoke_prepare("org/set", tmp_path, target_folder), r"pip install '\.\[hub\]'")
 
 
 def test_reading_a_file_never_asks_for_the_hub_library(monkeypatch, tmp_path):

@@ -1,10 +1,13 @@
 """Things are found by name, ours and other packages'; a broken package is an error only where it is needed."""
 
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
+from support.errors import refused
 
 from dflash.errors import DFlashError
+from dflash.policy import POLICIES
 from dflash.registry import Registry, load_plugin
 
 
@@ -31,7 +34,7 @@ def test_names_lead_to_what_was_registered_and_to_what_packages_announce(rules):
 
 
 def test_an_unknown_name_brings_the_nearest_one(rules):
-    with pytest.raises(DFlashError, match=r"Unknown rule 'thers'; did you mean 'theirs'\?"):
+    with pytest.raises(DFlashError, match=r"Unknown rule 'thers'; did you mean 'theirs'\? Import .* --plugin FILE"):
         rules.get("thers")
 
 
@@ -50,10 +53,34 @@ def test_registering_without_a_name_is_an_error(rules, names):
         rules.register(*names)
 
 
-def test_a_plugin_of_another_kind_of_file_is_refused(tmp_path):
+def test_an_unknown_name_says_what_else_may_be_given():
+    with pytest.raises(DFlashError, match=r"'emma'; known are adaptive, full.*\. A number of drafts works too\."):
+        POLICIES.get("emma")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("study.yaml", "study.yaml is no Python; expected a .py file"),
+        ("../no_suffix", "../no_suffix is no Python; expected a .py file"),
+        ("none.txt", "none.txt is no Python; expected a .py file"),
+        ("none.py", "There is no plug-in file"),
+        ("folder.py", "There is no plug-in file"),
+    ],
+)
+def test_a_plugin_that_is_no_python_or_not_there_is_refused(tmp_path, name, words):
     (tmp_path / "study.yaml").write_text("a: 1")
-    with pytest.raises(DFlashError, match=r"study\.yaml is no Python; expected a \.py file"):
-        load_plugin(tmp_path / "study.yaml")
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(DFlashError) as error:
+        load_plugin(name if name.startswith("..") else tmp_path / name)
+    refused(error, words)
+
+
+def test_a_plugin_imports_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "a_neighbour.py").write_text("value = 8\n")
+    (tmp_path / "with_neighbour.py").write_text("from a_neighbour import value\n")
+    assert load_plugin(tmp_path / "with_neighbour.py").value == 8
 
 
 def test_a_plugin_is_a_file_or_a_module(tmp_path):
@@ -62,6 +89,6 @@ def test_a_plugin_is_a_file_or_a_module(tmp_path):
     assert load_plugin(file).value == 7
     assert load_plugin("math").pi > 3
     file.write_text("1 / 0\n")
-    for plugin in (file, tmp_path / "none.py", "no_such_module"):
+    for plugin in (file, "no_such_module"):
         with pytest.raises(DFlashError, match="Cannot load the plug-in"):
             load_plugin(plugin)

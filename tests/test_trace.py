@@ -1,6 +1,7 @@
 """What a trace says is what happened, it changes nothing, and a profile adds up."""
 
 import json
+import time
 
 import mlx.core as mx
 import numpy as np
@@ -260,7 +261,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
 
 def test_seconds_by_part_add_up_to_the_time_of_the_request():
     _, blocks, responses = traced(random_decoder(), max_tokens=30, policy=Naps(), profile=True)
-    assert set(blocks[0]["seconds"]) == {"prefill", "host"}
+    assert set(blocks[0]["seconds"]) - {"threads"} == {"prefill", "host"}
     assert set(blocks[1]["seconds"]) == {"draft", "verify", "rewind", "host"}
     assert set(blocks[3]["seconds"]) == {"plain", "host"}
     total = sum(seconds for b in blocks for seconds in b["seconds"].values())
@@ -276,6 +277,23 @@ def test_seconds_by_part_add_up_to_the_time_of_the_request():
         [b["why"]["blocks"] for b in drafted if b["verified"] == 3]
     )
     json.dumps(profile.to_dict())
+
+
+def test_the_choice_of_a_thread_count_is_a_part_of_its_own(monkeypatch):
+    def measured(threads, most):
+        threads.count, threads._most = most, most
+        time.sleep(0.05)
+
+    monkeypatch.setattr("dflash.threads.left_alone", lambda: None)
+    monkeypatch.setattr("dflash.threads.DecodeThreads._measure", measured)
+    decoder = random_decoder()
+    traced(decoder, max_tokens=2)  # another request may measure again, this one must
+    decoder.threads.count = None
+    _, blocks, responses = traced(decoder, max_tokens=12, profile=True)
+    assert blocks[0]["seconds"]["threads"] >= 0.05
+    assert sum(blocks[0]["seconds"].values()) == pytest.approx(blocks[0]["time"], abs=1e-3)
+    total = sum(s for b in blocks for s in b["seconds"].values())
+    assert sum(responses[-1].profile.seconds.values()) == pytest.approx(total)
 
 
 def test_what_a_policy_expects_does_not_stand_for_what_was_measured():

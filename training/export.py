@@ -15,7 +15,9 @@ from dflash.drafters.kinds import drafter_class, kind_in
 from dflash.drafters.tensors import reduced_vocabulary, vocabulary_tables
 from dflash.errors import CheckpointError, DFlashError, TrainingError, one_line
 from dflash.files import atomic_write, is_hub_name, read_arrays, read_json, write_arrays
+from dflash.target.load import BUNDLED
 
+from .drafters.init import SHAPE
 from .loop.run_folder import BEST, read_results, read_weights
 from .runs import recorded_recipe
 
@@ -37,16 +39,16 @@ library_name: mlx
 - speculative-decoding
 ---
 
-# A DFlash drafter for {target}
+# A DFlash drafter for {title}
 
 A block-diffusion drafter of {layers} layers that fills blocks of {block_size} tokens, for lossless speculative
 decoding with [DFlash for MLX](https://pypi.org/project/dflash-research/). It works only with the target that
 it was trained for.
 
 ```
-dflash generate "What is 17 * 23?" --target {target} --drafter {name}
+dflash generate "What is 17 * 23?" --target {target} --drafter {drafter}
 ```
-
+{where}
 ## Measured acceptance
 
 {measured}
@@ -60,10 +62,13 @@ Trained with `dflash train` on this recipe:
 """
 
 
-def export(run: Path, folder: Path, best: bool = True) -> None:
+def export(
+    run: Path, folder: Path, best: bool = True, *, target_name: str | None = None, name: str | None = None
+) -> None:
     """Write the drafter of the run folder ``run`` to ``folder``: weights in bfloat16, config, model card.
 
-    The best checkpoint by heldout acceptance, or the last. Raises
+    The best checkpoint by heldout acceptance, or the last. ``target_name`` is what the card calls the target, by
+    default the hub name that it was loaded by; ``name`` is the drafter's own hub name, if it will have one. Raises
     :class:`~dflash.errors.CheckpointError` if ``run`` is no run folder or has no such checkpoint, or ``folder``
     holds something else than a drafter, and ``OSError`` if the disk does not take it.
     """
@@ -80,7 +85,7 @@ def export(run: Path, folder: Path, best: bool = True) -> None:
     mx.eval(model.parameters())
     save_drafter(model, folder)
     results = read_results(run / BEST) if best else None
-    text = card(recipe, model.config, folder.name, results)
+    text = card(recipe, model.config, results, target_name, name)
     atomic_write(folder / "README.md", lambda file: file.write_text(text, encoding="utf-8"))
 
 
@@ -113,20 +118,37 @@ def require_only_a_drafter(folder: Path) -> None:
         )
 
 
-def card(recipe: dict[str, Any], config: DFlashConfig, name: str, results: dict[str, Any] | None) -> str:
+def card(
+    recipe: dict[str, Any],
+    config: DFlashConfig,
+    results: dict[str, Any] | None,
+    target_name: str | None = None,
+    name: str | None = None,
+) -> str:
     """The model card; ``results`` are those of the evaluation of the exported weights, if there was one.
 
-    Of folders on this machine it shows only the names.
+    The recipe that it shows has the drafter's own shape, also where the recipe left that open. Of folders on this
+    machine it shows only the names, and in the command ``TARGET`` and ``DRAFTER``. Names are as in :func:`export`.
     """
-    target, drafter = _shown(recipe["target"]), dict(recipe["drafter"])
+    target = target_name or _shown(recipe["target"])
+    on_hub, bundled = is_hub_name(target), target == BUNDLED
+    title = "the bundled target" if bundled else target if on_hub or target_name else f"the target in `{target}`"
+    drafter = recipe["drafter"] | {key: getattr(config, key) for key in (*SHAPE, "elastic_blocks")}
+    drafter |= {"target_layer_ids": list(config.target_layer_ids), "vocabulary": config.draft_vocab_size}
+    if drafter["mask_token"] is None:
+        drafter["mask_token"] = config.mask_token_id
     if drafter.get("from") is not None:
         drafter["from"] = _shown(drafter["from"])
     data, run = ({k: Path(v).name if k in _FOLDERS and v else v for k, v in recipe[p].items()} for p in ("data", "run"))
     recipe = recipe | {"target": target, "data": data, "run": run, "drafter": drafter}
+    folders = [] if on_hub or bundled else ["TARGET is the target's folder"]
+    folders += [] if name else ["DRAFTER is this folder"]
     return CARD.format(
-        target=target,
-        base="" if _is_local(recipe["target"]) else f"base_model: {target}\n",
-        name=name,
+        title=title,
+        base=f"base_model: {target}\n" if on_hub else "",
+        target=target if on_hub or bundled else "TARGET",
+        drafter=name or "DRAFTER",
+        where=f"\n{', '.join(folders)}.\n" if folders else "",
         layers=config.num_hidden_layers,
         block_size=config.block_size,
         measured=_measured(recipe["run"], results),
@@ -145,11 +167,12 @@ def _shown(name: str) -> str:
 def _measured(run: dict[str, Any], results: dict[str, Any] | None) -> str:
     if results is None:
         return "The exported weights were not evaluated; `dflash eval` measures them."
+    decoded = results.get("prompts", f"up to {run['evaluate_prompts']}")  # older runs do not say how many there were
     rows = [f"| {i} | {rate:.3f} |" for i, rate in enumerate(results["acceptance_by_position"], 1)]
     return "\n".join(
         [
-            f"Acceptance length {results['acceptance_length']:.2f} tokens per target pass: greedy decoding of up to "
-            f"{run['evaluate_prompts']} heldout prompts, up to {run['evaluate_tokens']} tokens each "
+            f"Acceptance length {results['acceptance_length']:.2f} tokens per target pass: greedy decoding of "
+            f"{decoded} heldout prompt{'' if decoded == 1 else 's'}, up to {run['evaluate_tokens']} tokens each "
             f"({results['blocks']} blocks), at step {results['step']}, before rounding to bfloat16.",
             "",
             "| drafted position | blocks accepted up to it |",

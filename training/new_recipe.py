@@ -7,6 +7,7 @@ import logging
 import math
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,16 @@ from .loop.clock import duration
 from .memory import machine_memory, training_memory
 from .quick_layers import forward_hidden
 from .recipe import DataSettings, DrafterShape, Recipe, RunSettings
-from .settings import settings_help, to_dict
+from .settings import settings_help, to_dict, with_overrides
 from .train import drafter_dtype
 
 logger = logging.getLogger(__name__)
 
 _PART = 0.75  # of the machine's memory: other programs and fragments need some too
 _TRIAL_TOKENS, _TRIAL_ANCHORS = 256, 16
+_LINES = 10  # of a short run's log, at least
+_FEW_STEPS = 100
+_PROPOSED = "the proposed recipe"  # in errors
 
 
 @dataclass(frozen=True)
@@ -48,21 +52,36 @@ class Proposal:
     estimates: list[str]
 
 
-def propose_recipe(target: str, data: Path | None = None, run: Path | None = None) -> Proposal:
+def propose_recipe(
+    target: str,
+    data: Path | None = None,
+    run: Path | None = None,
+    overrides: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Proposal:
     """A recipe for ``target`` (a folder or a hub name), and what it costs on this machine.
 
     With ``data``, a dataset of ``dflash prepare``, lengths are those of the data and the mask is none of its tokens.
-    Raises :class:`~dflash.errors.DFlashError` for a target or dataset that cannot be used.
+    ``overrides`` are settings such as ``"drafter.num_hidden_layers=2"``, which win over what would be proposed; the
+    rest is proposed to go with them. ``trust_remote_code`` is as in :func:`~dflash.load_target`.
+
+    Raises :class:`~dflash.errors.DFlashError` for a target or dataset that cannot be used, and
+    :class:`~dflash.training.settings.SettingsError` for an override that cannot be.
     """
-    loaded = load_target(target)
+    loaded = load_target(target, trust_remote_code)
     sequences = None if data is None else open_dataset(data, "train", loaded)
     name = Path(target).resolve().name.lower()
     reasons: dict[str, str] = {}
     drafter = _shape(loaded, sequences, reasons)
     settings = _data_settings(data or Path("data") / name, loaded, sequences, reasons)
     checked = Recipe(target, settings, RunSettings(folder=run or Path("runs") / name), drafter)
-    model = new_drafter(drafter, loaded)
-    checked = _fitting(checked, loaded, model.config, _size(model)[0], reasons)
+    checked = with_overrides(checked, overrides, _PROPOSED)
+    model = new_drafter(checked.drafter, loaded, sequences)
+    checked = _fitting(checked, loaded, model.config, _size(model)[0], reasons, overrides)
+    if sequences is not None:
+        checked = with_overrides(_paced(checked, sequences, reasons), overrides, _PROPOSED)
+    for override in overrides:
+        reasons.pop(override.partition("=")[0].strip(), None)
     estimates = [_memory_line(checked, loaded, model.config, _size(model)[0])]
     estimates.append(_time_line(checked, _trial(checked, loaded, model), sequences))
     return Proposal(checked, reasons, estimates)
@@ -121,7 +140,12 @@ def _memory(recipe: Recipe, target: LoadedTargetModel, config: DFlashConfig, par
 
 
 def _fitting(
-    recipe: Recipe, target: LoadedTargetModel, config: DFlashConfig, parameters: int, reasons: dict[str, str]
+    recipe: Recipe,
+    target: LoadedTargetModel,
+    config: DFlashConfig,
+    parameters: int,
+    reasons: dict[str, str],
+    overrides: Sequence[str],
 ) -> Recipe:
     """``recipe`` with the most blocks a batch that fit into this machine's memory, eight batches of 1024 a step."""
     room = _PART * machine_memory()
@@ -133,6 +157,7 @@ def _fitting(
                 data=replace(recipe.data, max_blocks_per_batch=blocks, anchors=min(512, blocks)),
                 run=replace(recipe.run, batches_per_step=8 * 1024 // blocks, grad_checkpoint=checkpointed),
             )
+            tried = with_overrides(tried, overrides, _PROPOSED)
             if _memory(tried, target, config, parameters).peak <= room:
                 reasons["run.batches_per_step"] = "so that a step has 8192 blocks, as with larger batches"
                 return tried
@@ -140,6 +165,29 @@ def _fitting(
         f"Training for this target needs {_memory(tried, target, config, parameters).peak / 1e9:.0f} GB even with "
         f"small batches; this machine has {machine_memory() / 1e9:.0f} GB. Use a quantised target or a larger machine."
     )
+
+
+def _paced(recipe: Recipe, sequences: Sequences, reasons: dict[str, str]) -> Recipe:
+    """``recipe`` with lines of the log and evaluations on the way, however few steps there are.
+
+    Data for few steps is warned of.
+    """
+    batches = len(Batches(sequences, recipe.data, recipe.run.epochs))
+    per_step = min(recipe.run.batches_per_step, batches)
+    if per_step < recipe.run.batches_per_step:
+        reasons["run.batches_per_step"] = f"the data makes {batches} in {recipe.run.epochs} epochs"
+    from_data = batches // per_step
+    if from_data < _FEW_STEPS:
+        found = f"{from_data} step{'' if from_data == 1 else 's'} in {recipe.run.epochs} epochs"
+        logger.warning("The data makes %s: so little data teaches a drafter little.", found)
+    steps = recipe.run.steps or from_data
+    log_every = min(recipe.run.log_every, max(1, steps // _LINES))
+    evaluate_every = min(recipe.run.evaluate_every, math.ceil(steps / 2))
+    run = replace(recipe.run, batches_per_step=per_step, log_every=log_every, evaluate_every=evaluate_every)
+    for name in ("log_every", "evaluate_every"):
+        if getattr(run, name) < getattr(recipe.run, name):
+            reasons[f"run.{name}"] = f"the run has {steps} steps"
+    return replace(recipe, run=run)
 
 
 def _memory_line(recipe: Recipe, target: LoadedTargetModel, config: DFlashConfig, parameters: int) -> str:
@@ -199,10 +247,11 @@ def _time_line(recipe: Recipe, batch_seconds: float, sequences: Sequences | None
     if sequences is None:
         tokens = recipe.data.batch_tokens / batch_seconds
         return f"{measured}; {duration(1e6 / tokens)} for a million tokens, without evaluations."
-    batches = len(Batches(sequences, recipe.data, recipe.run.epochs))
-    steps = batches // recipe.run.batches_per_step
-    total = duration(batches * batch_seconds)
-    return f"{measured}; {steps} steps in {recipe.run.epochs} epochs, at most about {total}, without evaluations."
+    batches, of = len(Batches(sequences, recipe.data, recipe.run.epochs)), f" in {recipe.run.epochs} epochs"
+    if recipe.run.steps is not None:
+        batches, of = recipe.run.steps * recipe.run.batches_per_step, ""
+    steps, total = batches // recipe.run.batches_per_step, duration(batches * batch_seconds)
+    return f"{measured}; {steps} steps{of}, at most about {total}, without evaluations."
 
 
 # --- text ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ Every stage resumes, and one that is finished is passed over: a stopped run cont
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash import LoadedTargetModel, load_target
@@ -30,10 +30,10 @@ from .data.self_prompts import PromptSettings, write_prompts
 from .export import export
 from .loop.clock import duration
 from .loop.run_folder import BEST
+from .loop.run_folder import RECIPE as RUN_OF_TRAIN
 from .new_recipe import as_yaml, propose_recipe, training_seconds
 from .quick_layers import model_to_write_with
-from .recipe import Recipe, load_recipe
-from .settings import from_yaml
+from .recipe import load_recipe
 from .train import FINISHED, train
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Pipeline:
         count: How many requests the target makes up, 5000 unless given; or how many of ``prompts`` are used.
         prompts: A file of requests, which are used in place of the target's own.
         recipe_settings: Settings of the recipe in place of the proposed ones, such as ``"run.epochs=2"``.
+        trust_remote_code: As in :func:`~dflash.load_target`.
     """
 
     target: str
@@ -62,6 +63,7 @@ class Pipeline:
     made_up: PromptSettings = field(default_factory=PromptSettings)
     responses: PrepareSettings = field(default_factory=PrepareSettings)
     recipe_settings: Sequence[str] = ()
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
@@ -70,22 +72,36 @@ class Pipeline:
     def run(self) -> Path:
         """Carry out what is left; returns the folder of the finished drafter.
 
-        Raises what the stages raise, :class:`~dflash.errors.DFlashError` and ``OSError``.
+        Raises :class:`~dflash.errors.DataError` for a folder of something else or of another target, and what the
+        stages raise, :class:`~dflash.errors.DFlashError` and ``OSError``.
         """
+        self._require_own_folder()
         if (self.folder / DRAFTER / "model.safetensors").exists():
             logger.info("Nothing is left to do: the drafter is in %s.", self.folder / DRAFTER)
             return self.folder / DRAFTER
-        target = load_target(self.target)
+        target = load_target(self.target, self.trust_remote_code)
         self._data(target)
         self._recipe()
         checked = load_recipe(self.folder / RECIPE)
         if not (checked.run.folder / FINISHED / "model.safetensors").exists():
             announce("training", training_seconds(checked, target), at_most=True)
             del target  # training loads it anew, as on any other day
-            train(checked)
+            train(checked, trust_remote_code=self.trust_remote_code)
         announce("export", None)
         export(checked.run.folder, self.folder / DRAFTER, best=(checked.run.folder / BEST).exists())
         return self.folder / DRAFTER
+
+    def _require_own_folder(self) -> None:
+        path = self.folder / RECIPE
+        if path.exists():
+            begun = load_recipe(path).target
+            if Path(begun).resolve() != Path(self.target).resolve():
+                raise DataError(f"{self.folder} belongs to the target {begun}, not {self.target}; choose a new folder.")
+        elif (self.folder / RUN_OF_TRAIN).exists() or (self.folder / DRAFTER).exists():
+            raise DataError(
+                f"{self.folder} was not made by dflash fit: it holds a run or a drafter, and no {RECIPE}. Choose a new "
+                "folder; a run of dflash train continues by dflash train."
+            )
 
     def _data(self, target: LoadedTargetModel) -> None:
         if (self.folder / DATA / MANIFEST).exists():
@@ -105,9 +121,8 @@ class Pipeline:
         if path.exists():
             return
         announce("recipe, with a short measurement", None)
-        proposal = propose_recipe(self.target, self.folder / DATA, self.folder / RUN)
-        checked = from_yaml(Recipe, as_yaml(proposal), "the proposed recipe", self.recipe_settings)
-        text = as_yaml(replace(proposal, recipe=checked))
+        given = (self.recipe_settings, self.trust_remote_code)
+        text = as_yaml(propose_recipe(self.target, self.folder / DATA, self.folder / RUN, *given))
         atomic_write(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 

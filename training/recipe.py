@@ -13,7 +13,7 @@ import dflash
 from .drafters.objectives import ObjectiveSettings
 from .loop.optimizer import AdamWSettings, MuonSettings
 from .loop.settings import LoopSettings
-from .settings import Checked, load_settings, require, setting
+from .settings import Checked, SettingsError, load_settings, load_values, require, setting
 
 MOST_POSITIONS = 512
 """Greatest block size: published drafters have 16 positions, and a block is one batch row of the drafter."""
@@ -138,6 +138,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     known = bundled_recipes()
     if not Path(path).exists() and str(path) in known:
         path = known[str(path)]
+    values = load_values(Path(path))
+    if isinstance(values, dict) and {"vary", "folder"} <= values.keys():
+        raise SettingsError(f"{path} is no recipe; this looks like a study: dflash ablate {path}")
     return load_settings(Recipe, Path(path), overrides)
 
 

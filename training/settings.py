@@ -133,20 +133,20 @@ def load_settings(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
 
     Raises :class:`SettingsError`, naming file and key.
     """
-    return from_yaml(cls, _read_text(path), str(path), overrides)
+    return from_yaml(cls, _read_text(path, cls.__name__.lower()), str(path), overrides)
 
 
 def load_values(path: Path) -> Any:
-    """Plain values of a YAML file, unchecked. Raises :class:`SettingsError` if it cannot be read or parsed."""
-    return _parse(_read_text(path), str(path))
+    """Plain values of a recipe, unchecked. Raises :class:`SettingsError` if it cannot be read or parsed."""
+    return _parse(_read_text(path, "recipe"), str(path))
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise SettingsError(f"Cannot read the recipe {path}: {reason}.") from error
+        raise SettingsError(f"Cannot read the {what} {path}: {reason}.") from error
 
 
 def _parse(text: str, where: str) -> Any:
@@ -162,6 +162,14 @@ def from_yaml(cls: type[T], text: str, where: str, overrides: Sequence[str] = ()
     for override in overrides:
         _override(values, override)
     return from_dict(cls, values, where)
+
+
+def with_overrides(settings: T, overrides: Sequence[str], where: str) -> T:
+    """``settings``, a dataclass, with ``overrides`` as in :func:`load_settings`; ``where`` names it in errors."""
+    values = to_dict(settings)
+    for override in overrides:
+        _override(values, override)
+    return from_dict(type(settings), values, where)
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -73,10 +73,11 @@ _MAY_CHANGE = {
 }
 
 
-def train(recipe: Recipe, on_log: OnLog | None = None) -> Path:
+def train(recipe: Recipe, on_log: OnLog | None = None, *, trust_remote_code: bool = False) -> Path:
     """Run a recipe, or what is left of it; returns the folder of the finished drafter.
 
     ``on_log`` gets every line of the log as a dict; without it they are printed, unless logging shows them.
+    ``trust_remote_code`` is as in :func:`~dflash.load_target`: no recipe can set it.
 
     Raises :class:`~dflash.errors.DFlashError` for bad data, a run folder of another recipe or process or one that
     cannot be written to, or a loss that blows up, ``OSError`` for a full disk, and ``KeyboardInterrupt`` after Ctrl-C,
@@ -91,7 +92,7 @@ def train(recipe: Recipe, on_log: OnLog | None = None) -> Path:
         logging.getLogger("dflash").setLevel(logging.WARNING)  # the first one tells it
     _check_before_loading(recipe, ranks)
     with _own(recipe.run.folder, "run.folder") if ranks.is_main else nullcontext():
-        return _train(recipe, ranks, on_log)
+        return _train(recipe, ranks, on_log, trust_remote_code)
 
 
 def _check_before_loading(recipe: Recipe, ranks: Ranks) -> None:
@@ -119,8 +120,10 @@ def _recorded(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _own(folder: Path, key: str) -> Iterator[None]:
-    """Keep other processes out of the folder that the recipe names as ``key``."""
+    """Keep other processes out of the folder that the recipe names as ``key``; what wrote nothing leaves no folder."""
     with ExitStack() as stack:
+        if not folder.exists():
+            stack.callback(_remove_unused, folder)
         try:
             stack.enter_context(exclusive_lock(folder))
         except OSError as error:
@@ -129,8 +132,15 @@ def _own(folder: Path, key: str) -> Iterator[None]:
         yield
 
 
-def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None) -> Path:
-    target = load_target(recipe.target)
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder with nothing but its lock: what was to be written there was refused."""
+    if folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:
+        (folder / ".lock").unlink()
+        folder.rmdir()
+
+
+def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None, trust_remote_code: bool) -> Path:
+    target = load_target(recipe.target, trust_remote_code)
     sequences = open_dataset(recipe.data.folder, "train", target)
     batches = Batches(
         sequences.first(recipe.data.sequences), recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe)
@@ -255,8 +265,10 @@ def of_all_lengths(batches: Callable[[int], Batch], most: int, seed: int) -> Cal
     return batch
 
 
-def cache_features(recipe: Recipe) -> Path:
+def cache_features(recipe: Recipe, *, trust_remote_code: bool = False) -> Path:
     """Compute the features that a recipe trains on, or what is left of them, into its ``data.cached_features``.
+
+    ``trust_remote_code`` is as in :func:`train`.
 
     Raises :class:`~dflash.errors.DFlashError` if the recipe names no folder or one that cannot be written to, for bad
     data, for a folder of other features or that another process is writing to, and for a disk without room.
@@ -265,7 +277,7 @@ def cache_features(recipe: Recipe) -> Path:
     if folder is None:
         raise TrainingError("The recipe does not say where the features go: set data.cached_features to a folder.")
     keep_freed_memory()
-    target = load_target(recipe.target)
+    target = load_target(recipe.target, trust_remote_code)
     sequences = open_dataset(recipe.data.folder, "train", target)
     drafter = new_drafter(recipe.drafter, target, sequences)
     with_hidden = _needs_target_logits(recipe, drafter)
@@ -338,14 +350,14 @@ def _evaluation(
     def evaluate() -> dict[str, Any]:
         bar = progress(prompts, "evaluate", show=ranks.is_main)
         own = measure(target, drafter, bar, recipe.run.evaluate_tokens)
-        counts = ranks.all_reduce_sum(np.array([own.blocks, own.committed, *own.verified, *own.accepted]))
-        verified, accepted = np.split(counts[2:], 2)
-        acceptance = Acceptance(int(counts[0]), int(counts[1]), verified, accepted)
+        counts = [len(prompts), own.blocks, own.committed, *own.verified, *own.accepted]
+        decoded, blocks, committed, *by_position = ranks.all_reduce_sum(np.array(counts))
+        acceptance = Acceptance(int(blocks), int(committed), *np.split(np.array(by_position), 2))
         mine = heldout_scores(drafter, batches, recipe.objective, drafter.target_head, dtype)
-        by_position = np.stack([mine.predictions, *mine.hits.values()])
-        sums = ranks.all_reduce_sum(np.array([mine.loss, mine.weight, *by_position.flat]))
-        predictions, *hits = sums[2:].reshape(by_position.shape)
+        predicted = np.stack([mine.predictions, *mine.hits.values()])
+        sums = ranks.all_reduce_sum(np.array([mine.loss, mine.weight, *predicted.flat]))
+        predictions, *hits = sums[2:].reshape(predicted.shape)
         scores = Scores(float(sums[0]), float(sums[1]), predictions, dict(zip(mine.hits, hits, strict=True)))
-        return acceptance.results() | scores.results()
+        return acceptance.results() | {"prompts": int(decoded)} | scores.results()
 
     return evaluate

@@ -12,6 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash.adapters.base import DRAFTER_SIZES
 from dflash.block import Decoding
 from dflash.decode import decode, prefill
 from dflash.drafters.protocol import Drafter, Proposal
@@ -171,10 +172,23 @@ def _same_objects(trial: Trial) -> None:
         raise Mismatch(f"{changed or 'the number of modules'} changed")
 
 
+def _drafter_sizes(trial: Trial) -> None:
+    """The config gives what a new drafter takes from its target; where it does not, a recipe must say it."""
+    assert isinstance(trial, FullTrial)
+    config = trial.target.adapter.config
+    missing = [name for name in DRAFTER_SIZES if not isinstance(getattr(config, name, None), int)]
+    if missing:
+        trial.skipped = (
+            f"the config gives no {', '.join(missing)}; override config to give them, or set them in the recipe, "
+            f"as drafter.{missing[0]}"
+        )
+
+
 CHECKS: dict[str, Callable[[Trial], None]] = TRIAL | {
     "prefill in chunks equals prefill at once": _chunks,
     "decoding equals plain greedy decoding": _decoding,
     "decoding trees equals plain greedy decoding": _trees,
+    "a drafter's sizes follow from the config": _drafter_sizes,
     "the model's own objects are unchanged": _same_objects,
 }
 """All checks, in order: first those that take a few passes, then those that decode."""

@@ -16,7 +16,7 @@ class Check:
     Args:
         name: What was checked.
         difference: The first one found; empty where the check passed.
-        skipped: Why it was left out: the target decodes without what it checks.
+        skipped: Why it was left out, or what is not there: the target decodes without it.
     """
 
     name: str

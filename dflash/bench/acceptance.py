@@ -25,7 +25,7 @@ from .runs import BenchPrompt
 logger = logging.getLogger(__name__)
 
 FIRST = 6  # positions in the table of kinds
-TAU = "tau: tokens committed over passes of the target, of a row's prompts together; in brackets the 95 % interval"
+TAU = "tau: the blocks' tokens over passes of the target, of a row's prompts together; in brackets the 95 % interval"
 
 
 def measure_turns(
@@ -94,7 +94,8 @@ def render_acceptance(results: dict[str, Any]) -> RenderableType:
         positions.add_row(f"{position:8}", f"{rate:.3f}")
     return Group(
         f"acceptance length {_length(results, 3)} tokens per target pass",
-        f"{results['prompts']} prompts, {results['blocks']} blocks, {results['generated_tokens']} tokens",
+        f"{results['prompts']} prompts, {results['blocks']} blocks, {results['generated_tokens']} tokens in them "
+        "(the first of each answer is in none)",
         positions,
     )
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from .runs import PromptResult
-from .speedup import Limit
+from .speedup import LEAST_BLOCKS, LEAST_TOKENS, Limit
 from .statistics import acceptance_length, overall_tps, spread, summarize
 
 _SHOWN = 48  # characters of a prompt in the table
@@ -25,7 +25,7 @@ class Report:
         settings: What was asked for.
         results: One a prompt.
         greedy: Whether tokens were compared.
-        limit: The arithmetic limit of the ratio, if it was measured.
+        limit: The arithmetic limit of the ratio, if it was measured; shown as its ceiling (``--limit`` is another).
         verdicts: Whether the answers of (plain, DFlash) are correct, for each prompt; ``None`` without a check.
         about: More for the JSON beside ``settings``, such as the environment.
     """
@@ -153,13 +153,17 @@ class Report:
             c = total["correct"]
             lines.append(f"correct      plain {c['plain']}, DFlash {c['dflash']} of {c['of']}")
         if limit is None:
-            return [*lines, "limit        not measured: it takes --policy full and some dozens of blocks"]
+            return [
+                *lines,
+                f"ceiling      not measured: it takes {LEAST_BLOCKS} blocks, at least half of them verified whole "
+                f"(--policy full sees to that), answers of {LEAST_TOKENS} tokens, and no Ctrl-C",
+            ]
         reached = limit["fraction_reached"]
         return [
             *lines,
-            f"limit        {limit['speedup']:.2f} = {limit['acceptance_length']:.2f} x {limit['plain_ms']:.2f} ms / "
+            f"ceiling      {limit['speedup']:.2f} = {limit['acceptance_length']:.2f} x {limit['plain_ms']:.2f} ms / "
             f"({limit['draft_ms']:.2f} ms + {limit['verify_ms']:.2f} ms), tau x plain / (draft + verify)",
-            f"reached      {_number(reached and 100 * reached, 0)} % of the limit, by the ratio of the totals",
+            f"reached      {_number(reached and 100 * reached, 0)} % of the ceiling, by the ratio of the totals",
         ]
 
     def overall_identity(self) -> str:

@@ -96,7 +96,7 @@ def dflash(
         ),
     ] = None,
 ) -> None:
-    """The target's own text, faster: speculative decoding with a block-diffusion drafter, on MLX.
+    """Your language model's own text, faster: speculative decoding with a block-diffusion drafter, on MLX.
 
     Without --target and --drafter every command uses the bundled models; with
     --target alone, the bundled drafter for that target.

@@ -110,8 +110,9 @@ def _target(name: str, trust_remote_code: bool) -> "nn.Module | LoadedTargetMode
     """A target from a folder or the hub, or a small random model of an architecture."""
     from ..adapters.conformance import small_models as small
     from ..target import load_target
+    from ..target.load import BUNDLED
 
-    if Path(name).exists() or "/" in name:
+    if Path(name).exists() or "/" in name or name == BUNDLED:
         return load_target(name, trust_remote_code)
     known = small.architecture_names()
     if name not in known:

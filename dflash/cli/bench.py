@@ -59,7 +59,8 @@ def bench(
 
     Prints speeds (tokens after the first per second since the first), their
     ratio, the acceptance length, whether the tokens are identical, and the
-    arithmetic limit of the ratio. Exits with 1 if tokens differ or one side
+    ceiling of the ratio: what the times of draft and verification alone would
+    allow at this acceptance. Exits with 1 if tokens differ or one side
     fails. Ctrl-C ends it with the table of what is there.
 
     Examples:

@@ -23,11 +23,26 @@ ACCEPTED, OWN, PLAIN, REJECTED = "black on green", "underline black on cyan", "i
 TAB = 4
 LEGEND = ((" accepted draft ", ACCEPTED), (" target's own ", OWN), (" plain step ", PLAIN))
 
+NOTES = {
+    "prefill": "prefill: the pass over the prompt, which chooses the first token",
+    "rewind": "rewind: both caches brought to the committed tokens",
+    "plain": "plain: single tokens without the drafter, where it does not pay",
+    "threads": "threads: trial passes that choose how many BLAS threads decode quickest",
+    "host": "host: all the rest, such as making text of tokens and printing it",
+    "ms": "accepted, committed, ms: a block's averages; ms of draft, verify and rewind",
+    "tokens": "tokens: what the policy expected a block to commit",
+    "usual_tokens_per_second": "usual tokens/s: the speed so far, by which the policy weighs a block's time",
+}
+"""What names in the tables of a profile mean; each line fits into 80 columns."""
+
+NOT_MARKED = "Blocks are not marked: standard output is no terminal. FORCE_COLOR=1 marks them, --trace records them."
+
 
 class ColouredText:
     """Prints each block's text as its record comes: accepted drafts, the target's own token, rejected drafts.
 
-    A terminal shows colours, unless ``NO_COLOR`` is set; a file or pipe gets the text alone.
+    A terminal shows colours, unless ``NO_COLOR`` is set; a file or pipe gets the text alone, and standard error a line
+    that says so.
     """
 
     def __init__(self, rejected: bool):
@@ -41,6 +56,8 @@ class ColouredText:
     def __call__(self, record: Record) -> None:
         """Print a block, or the legend before the first."""
         if not self._console.is_terminal:
+            if record["record"] == "request":
+                print(NOT_MARKED, file=sys.stderr)
             print(record.get("text", ""), end="", flush=True)
             return
         if record["record"] == "request":
@@ -85,11 +102,11 @@ def style_of(block: Record, token: int) -> str:
 
 
 def print_profile(profile: "Profile") -> None:
-    """To stderr: seconds by part, and the verify lengths with what came of them beside what the policy expected."""
+    """To stderr: seconds by part, the verify lengths with what came of them beside what the policy expected, notes."""
     total = sum(profile.seconds.values())
     parts = Table("part", "seconds", "share", "a block", title="time")
     for part, seconds in profile.seconds.items():
-        in_blocks = profile.blocks and part not in ("prefill", "plain")
+        in_blocks = profile.blocks and part not in ("prefill", "plain", "threads")
         each = f"{1000 * seconds / profile.blocks:.2f} ms" if in_blocks else ""
         if seconds:
             parts.add_row(part, f"{seconds:.3f}", f"{seconds / total:.1%}", each)
@@ -97,8 +114,6 @@ def print_profile(profile: "Profile") -> None:
     expected = sorted({name for use in profile.lengths.values() for name in use.why} - {"seconds"})
     shown = [name.replace("_per_second", "/s").replace("_", "\n") for name in expected]
     lengths = Table("verified", "blocks", "accepted", "committed", "ms", *shown, title="drafts verified by a block")
-    if expected:
-        lengths.caption = "A block's averages; after ms: what the policy expected of its choice."
     for k, use in sorted(profile.lengths.items()):
         means, hopes = use.means(), use.expected()
         own = (f"{means['accepted']:.2f}", f"{means['committed']:.2f}", f"{1000 * means['seconds']:.2f}")
@@ -108,7 +123,12 @@ def print_profile(profile: "Profile") -> None:
     if profile.plain_steps:
         ms = 1000 * profile.seconds["plain"] / profile.plain_steps
         lengths.add_row("asleep", str(profile.plain_steps), "", "1", f"{ms:.2f}")
+    console = Console(stderr=True, highlight=False)
     for table in (parts, lengths):
         for column in table.columns[1:]:
             column.justify = "right"
-        Console(stderr=True, highlight=False).print(table)
+        console.print(table)
+    named = [part for part, seconds in profile.seconds.items() if seconds] + ["ms"] + expected
+    for name in named:
+        if name in NOTES:
+            console.print(NOTES[name])

@@ -48,7 +48,7 @@ HeldoutPercent = Annotated[
     typer.Option(help="Share of conversations held out to evaluate on, by a hash of the prompt; 0: none. Default: 1."),
 ]
 HeldoutAtLeast = Annotated[
-    int | None, typer.Option(help="Hold out at least this many conversations, whatever their share. Default: 1.")
+    int | None, typer.Option(help="Hold out at least this many conversations, if one is left to train on. Default: 1.")
 ]
 Dataset = Annotated[Path, typer.Argument(metavar="FOLDER", help="A dataset of dflash prepare.")]
 SplitName = Annotated[Literal["train", "heldout"] | None, typer.Option(help="Only this split. Default: both.")]
@@ -131,8 +131,8 @@ def prepare(
     are used as they are; the target writes the missing ones. Stopped or killed,
     the same command continues where it was.
 
-    One conversation in a hundred, and at least one, is held out to evaluate on.
-    The split can be changed afterwards: dflash data split.
+    One conversation in a hundred, and at least one of two or more, is held out
+    to evaluate on. The split can be changed afterwards: dflash data split.
 
     Examples:
 
@@ -158,11 +158,14 @@ def prepare(
 
 def _one_folder(argument: Path | None, option: Path | None) -> Path:
     """The one folder that was named. It is checked here: a mistake should fail before minutes of loading."""
+    from ..training.data.dataset import require_only_a_dataset
+
     if (argument is None) == (option is None):
         raise typer.BadParameter("Name one folder for the dataset, as in: dflash prepare prompts.jsonl data.")
     out = cast(Path, argument or option)
     if out.exists() and not out.is_dir():
         raise DataError(f"The dataset must go to a folder, but {out} is a file; choose another name.")
+    require_only_a_dataset(out)
     return out
 
 

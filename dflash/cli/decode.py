@@ -109,12 +109,19 @@ def generate(
         names = {"target": loading.path_or_bundled(target), "drafter": loading.path_or_bundled(drafter)}
         file = None if trace is None else stack.enter_context(TraceFile(trace, **names))
         watching: dict[str, Any] = {"trace": together(file, coloured), "profile": profile}
-        for response in decoder.stream_generate(
-            tokens, max_tokens, temp, stop, **sampling.for_dflash(), **caching, **watching
-        ):
-            responses.append(response)
-            if not as_json and coloured is None:
-                terminal.show(response.text)
+        try:
+            for response in decoder.stream_generate(
+                tokens, max_tokens, temp, stop, **sampling.for_dflash(), **caching, **watching
+            ):
+                responses.append(response)
+                if not as_json and coloured is None:
+                    terminal.show(response.text)
+        except BaseException as error:
+            if not as_json and responses:
+                print(flush=True)  # what is said next begins a line of its own
+            if isinstance(error, KeyboardInterrupt):
+                print(f"Stopped after {sum(len(r.tokens) for r in responses)} tokens.", file=sys.stderr)
+            raise
     result = generation(len(tokens), responses)
     if as_json:
         print(json.dumps(result))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .options import RunSeed, not_empty
+from .options import RunSeed, TrustRemoteCode, not_empty
 
 app = typer.Typer()
 
@@ -36,6 +36,7 @@ def fit(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting of the recipe; repeatable."),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Make a drafter for a target that has none, with or without data.
 
@@ -62,11 +63,13 @@ def fit(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     made_up = PromptSettings(seed=seed, begins=tuple(begin or ("",)))
     responses = PrepareSettings(max_tokens=max_tokens, temp=temp, seed=seed, shard_size=256)
-    pipeline = Pipeline(target, output, count, prompts, made_up, responses, tuple(settings or ()))
+    given = (tuple(settings or ()), trust_remote_code)
+    pipeline = Pipeline(target, output, count, prompts, made_up, responses, *given)
     try:
         with logging_redirect_tqdm():
             drafter = pipeline.run()
     except KeyboardInterrupt:
         print(f"Stopped. What is finished stays in {output}; the same command continues.", file=sys.stderr)
         raise
-    print(f'{drafter}\nTry it: dflash generate "..." --target {target} --drafter {drafter}')
+    trust = " --trust-remote-code" if trust_remote_code else ""
+    print(f'{drafter}\nTry it: dflash generate "..." --target {target} --drafter {drafter}{trust}')

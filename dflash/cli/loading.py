@@ -57,20 +57,20 @@ def load_decoders(
     """A decoder for each drafter, by its name; they share the target. Without names, the bundled models.
 
     No drafter is the same as ``bundled``, the bundled one for the target. No target is the bundled one, if a drafter
-    is bundled or needs no training. Raises :class:`~dflash.errors.DFlashError` otherwise, and for a name given twice.
+    is bundled or needs no training, or the first was trained for it. Raises :class:`~dflash.errors.DFlashError`
+    otherwise, and for a name given twice.
     """
-    from ..generate import PAIR, DFlashSpeculativeDecoder, load_drafter
+    from ..bundled import target_for
+    from ..generate import DFlashSpeculativeDecoder, load_drafter
     from ..target import load_target
 
     names = drafters or [BUNDLED]
     if len(set(names)) < len(names):
         raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(names)}.")
     if target is None and {BUNDLED, NGRAM, COMBINED + BUNDLED}.isdisjoint(names):
-        raise DFlashError(
-            f"The drafter {names[0]} works only with the target that it was trained for: give both, or neither for the "
-            "bundled models."
-        )
-    loaded = load_target(PAIR / "target" if target is None else target, trust_remote_code)
+        loaded = target_for(names[0])
+    else:
+        loaded = load_target(BUNDLED if target is None else target, trust_remote_code)
     decoders = {}
     for name in names:
         drafter = load_drafter(drafter_name(name, loaded), draft_bits, draft_window)
@@ -80,7 +80,7 @@ def load_decoders(
 
 def path_or_bundled(name: str | None) -> str:
     """How JSON names a model: an absolute path, a hub name, or ``bundled``."""
-    return BUNDLED if name is None else str(Path(name).resolve()) if Path(name).exists() else name
+    return BUNDLED if name in (None, BUNDLED) else str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def set_seed(seed: int | None) -> None:

@@ -52,6 +52,27 @@ def seed_in_range(ctx: typer.Context, parameter: typer.CallbackParam, value: int
     return value
 
 
+def in_a_folder(ctx: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Refuse a file to be written whose folder is not there: most such paths are mistyped."""
+    if value is not None and not value.parent.is_dir():
+        raise DFlashError(f"{parameter.opts[-1]} {value}: there is no folder {value.parent}; make it, or name another.")
+    return value
+
+
+def new_trace(ctx: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Refuse a trace that would replace one, which may have taken hours."""
+    if value is not None and value.is_file() and value.stat().st_size:
+        raise DFlashError(f"{parameter.opts[0]} {value} exists and is not empty; remove it, or name another file.")
+    return in_a_folder(ctx, parameter, value)
+
+
+def two_positions(ctx: typer.Context, parameter: typer.CallbackParam, value: int | None) -> int | None:
+    """Refuse a block of the anchor alone, which drafts nothing."""
+    if value is not None and value < 2:
+        raise DFlashError(f"{parameter.opts[0]} must be at least 2, the anchor and one draft; got {value}.")
+    return value
+
+
 def _shown(parameter: typer.CallbackParam) -> str:
     name = parameter.opts[0]
     return name if name.startswith("-") else f"The {name}"
@@ -63,7 +84,9 @@ Prompt = typer.Argument(help="The request; - reads it from standard input.", cal
 Target = Annotated[
     str | None,
     typer.Option(
-        metavar="PATH|HUB", help="Folder or hub name of the target. Default: the bundled one.", callback=not_empty
+        metavar="PATH|HUB",
+        help="Folder or hub name of the target. Default: bundled, the one of the package.",
+        callback=not_empty,
     ),
 ]
 DrafterName = Annotated[
@@ -111,10 +134,12 @@ TopK = Annotated[int, typer.Option(help="Sample among the k most probable tokens
 Seed = Annotated[int | None, typer.Option(help="Seed for sampling.", callback=seed_in_range)]
 RunSeed = Annotated[int, typer.Option(help="Seed for sampling.", callback=seed_in_range)]
 BlockSize = Annotated[
-    int | None, typer.Option(help="Positions per block, the anchor included. Default: the drafter's own.")
+    int | None,
+    typer.Option(help="Positions per block, the anchor included. Default: the drafter's own.", callback=two_positions),
 ]
 DraftBits = Annotated[
-    int | None, typer.Option("--draft-bits", help="Quantise the drafter as it is loaded: 8 or 4 bits a weight.")
+    int | None,
+    typer.Option("--draft-bits", help="Quantise the drafter as it is loaded: 8, 6, 5, 4, 3 or 2 bits a weight."),
 ]
 DraftWindow = Annotated[
     int | None,
@@ -177,7 +202,12 @@ ProcessorNames = Annotated[
 ]
 TraceTo = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE.jsonl", help="Record what each block did, for `dflash report` and studies."),
+    typer.Option(
+        "--trace",
+        metavar="FILE.jsonl",
+        help="Record what each block did, for `dflash report` and studies, in a new file.",
+        callback=new_trace,
+    ),
 ]
 MaxKvSize = Annotated[
     int | None,
@@ -188,7 +218,9 @@ MaxKvSize = Annotated[
 ]
 KvBits = Annotated[
     int | None,
-    typer.Option(help="Quantise the target's keys and values to this many bits, once there are --quantized-kv-start."),
+    typer.Option(
+        help="Quantise the target's keys and values to 8, 6, 4, 3 or 2 bits, once there are --quantized-kv-start."
+    ),
 ]
 KvGroupSize = Annotated[int, typer.Option(help="Keys and values that share one scale: 32, 64 or 128.")]
 QuantizedKvStart = Annotated[int, typer.Option(help="With --kv-bits: tokens in the caches before they are quantised.")]

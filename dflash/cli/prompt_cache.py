@@ -52,6 +52,6 @@ def cache_prompt(
     decoder = loading.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
     cache, began = decoder.make_prompt_cache(**caching), time.perf_counter()
     decoder.cache_prompt(text, cache, chat=form.chat, system=form.system, chat_template_config=form.switches or None)
-    cache.save(prompt_cache_file, {} if target is None else {"model": target})
+    cache.save(prompt_cache_file, {} if target in (None, loading.BUNDLED) else {"model": target})
     seconds, count = time.perf_counter() - began, len(cache.tokens)
     print(f"{prompt_cache_file}: {count} token{'' if count == 1 else 's'}, {count / seconds:.1f} tokens/s.")

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from . import options
+
 app = typer.Typer()
 
 
@@ -15,7 +17,7 @@ app = typer.Typer()
 def report(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE.jsonl...", help="Files of --trace.")],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE.html", help="Where to write the page.")
+        Path, typer.Option("-o", "--output", metavar="FILE.html", help="The page.", callback=options.in_a_folder)
     ] = Path("report.html"),
     texts: Annotated[
         int, typer.Option(metavar="N", min=1, help="Prompts whose answers are shown; plots are of all.")

@@ -5,6 +5,7 @@ Knows options, files and what to print. Must not know how a cell is carried out.
 
 import json
 import logging
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from ..errors import DFlashError, install_extra
+from .options import TrustRemoteCode, in_a_folder
 from .terminal import print_rich
-from .training import print_settings, runs_table, table
+from .training import loss_mark, print_settings, runs_table, table
 
 if TYPE_CHECKING:
     from ..study.compare import ComparedRun
@@ -24,6 +27,8 @@ app = typer.Typer()
 
 _CELLS_NOTE = "acceptance length: of all prompts together; tokens/s, and over plain: the median over prompts."
 _EFFECTS_NOTE = (
+    "pairs agree: of the pairs of cells that differ in the factor alone, those that changed the way the ratio says; "
+    "pairs without any change are left out.\n"
     "ratio of acceptance_length: of the cells' own; of tokens_per_s: the median over prompts of each prompt's ratio, "
     "which need not be that of the cells' medians; of several pairs: their geometric mean."
 )
@@ -52,6 +57,7 @@ def ablate(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and the expected time.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Vary settings of decoding and training: train what needs it, decode the same prompts with each, compare.
 
@@ -76,9 +82,13 @@ def ablate(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     if dry_run:
-        _print_expected(checked, only or [], as_json)
+        _print_expected(checked, only or [], as_json, trust_remote_code)
         return
-    plan = run(checked, only or [])
+    try:
+        plan = run(checked, only or [], trust_remote_code=trust_remote_code)
+    except KeyboardInterrupt:
+        print(f"Stopped. What is finished stays in {checked.folder}; the same command continues.", file=sys.stderr)
+        raise
     files = write_results(plan, None if settings else study)
     cells = collect(plan)
     rows, found = [cell.row() for cell in cells], effects(plan, cells)
@@ -93,12 +103,12 @@ def ablate(
     print("\n".join(str(file) for file in files))
 
 
-def _print_expected(checked: Any, only: list[str], as_json: bool) -> None:
+def _print_expected(checked: Any, only: list[str], as_json: bool, trust_remote_code: bool) -> None:
     from ..study.ablation import open_plan
     from ..study.expected import cell_states, expected_time
     from ..training.loop.clock import duration
 
-    plan: Plan = open_plan(checked, only)
+    plan: Plan = open_plan(checked, only, trust_remote_code)
     states, expected = cell_states(plan), expected_time(plan)
     if as_json:
         cells = [asdict(state) | {"levels": p.cell.levels, "seed": p.cell.seed}
@@ -126,8 +136,11 @@ def compare(
     limit: Annotated[int, typer.Option(metavar="N", min=1, help="Take only the first N prompts.")] = 32,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 128,
     decode: Annotated[bool, typer.Option("--decode/--no-decode", help="Decode, or read the logs alone.")] = True,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the learning curves.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the learning curves.", callback=in_a_folder)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of tables.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare runs: settings that differ, learning curves, acceptance on the same prompts with 95 % intervals.
 
@@ -141,7 +154,6 @@ def compare(
     dflash compare runs/* --prompts mine.jsonl --limit 50 --plot curves.svg
     dflash compare runs/one runs/two --no-decode
     """
-    from ..errors import DFlashError
     from ..study.compare import compare as run
     from ..study.settings import PromptSet
     from .terminal import show_progress
@@ -150,7 +162,7 @@ def compare(
         raise DFlashError("compare needs at least two runs; dflash runs shows one.")
     show_progress()
     chosen = None if prompts is None else PromptSet(file=prompts, limit=limit)
-    found = run(runs, chosen, limit, max_tokens, decode)
+    found = run(runs, chosen, limit, max_tokens, decode, trust_remote_code=trust_remote_code)
     if plot is not None:
         _draw_curves(plot, found)
     if as_json:
@@ -160,15 +172,14 @@ def compare(
     print_rich(_curves_table(found))
     if decode:
         print_rich(_acceptance_table(found))
+        print(_prompts_line(found[0].prompts, all_heldout=prompts is None and found[0].prompts < limit))
 
 
 def _draw_curves(path: Path, found: list["ComparedRun"]) -> None:
-    from ..errors import DFlashError
-
     try:
         from ..study.plots import draw_curves
     except ImportError as error:
-        raise DFlashError("--plot needs matplotlib; install it with: pip install 'dflash-research[study]'") from error
+        raise DFlashError(f"--plot needs matplotlib; {install_extra('study')}.") from error
     draw_curves(path, {one.summary.folder: one.curves for one in found})
 
 
@@ -176,7 +187,8 @@ def _curves_table(found: list["ComparedRun"]) -> Any:
     """Acceptance and heldout loss at every step at which some run was evaluated."""
     names = ("acceptance_length", "heldout_loss")
     steps = sorted({step for one in found for name in names for step, _ in one.curves[name]})
-    columns = ["step", *(f"{_name(one)} {name}" for name in ("acceptance", "heldout loss") for one in found)]
+    shown = ("acceptance", f"heldout loss{loss_mark([one.summary for one in found])}")
+    columns = ["step", *(f"{_name(one)} {name}" for name in shown for one in found)]
     rows = []
     for step in steps:
         values = [dict(one.curves[name]).get(step) for name in names for one in found]
@@ -190,6 +202,12 @@ def _acceptance_table(found: list["ComparedRun"]) -> Any:
         intervals = (one.acceptance, one.ratio)
         rows.append((one.summary.folder, *("-" if i is None else _interval(i.value, i.low, i.high) for i in intervals)))
     return table(("run", "acceptance length (95 %)", "over the first run"), rows)
+
+
+def _prompts_line(count: int, all_heldout: bool) -> str:
+    """How many prompts were decoded, and why there is no interval where there is none."""
+    line = f"{count} prompt{'' if count == 1 else 's'} decoded{', all that the dataset holds out' * all_heldout}."
+    return line if count > 1 else f"{line} One says nothing about others, so there is no 95 % interval."
 
 
 def _name(one: "ComparedRun") -> str:
@@ -219,8 +237,13 @@ def _effects_table(found: list["Effect"]) -> Any:
     for effect in found:
         row = effect.row()
         change = (_short([effect.factor])[0], f"{effect.before} -> {effect.after}", effect.prompts, effect.metric)
-        lines.append((*change, _with_limits(row, "ratio"), f"{effect.agreeing}/{effect.pairs}", effect.verdict))
+        lines.append((*change, _with_limits(row, "ratio"), _agreement(effect), effect.verdict))
     return table(("factor", "change", "prompts", "of", "ratio (95 %)", "pairs agree", "verdict"), lines)
+
+
+def _agreement(effect: "Effect") -> str:
+    changed = effect.pairs - effect.tied
+    return f"{effect.agreeing}/{changed}" if changed else "-"
 
 
 def _short(factors: list[str]) -> list[str]:

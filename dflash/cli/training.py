@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import DFlashError, did_you_mean
-from .options import not_empty
+from .options import TrustRemoteCode, not_empty
 from .terminal import print_rich
 
 if TYPE_CHECKING:
@@ -47,36 +47,46 @@ def _load(recipe: str, settings: list[str] | None) -> "Recipe":
 def recipe(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this bundled recipe.")] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="PATH|HUB", help="Write a recipe for this target.", callback=not_empty)
+        str | None,
+        typer.Option(
+            metavar="PATH|HUB", help="Write a recipe for this target. Default: the bundled one.", callback=not_empty
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Its dataset, made by dflash prepare, if there is one yet.")
     ] = None,
     run: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the run shall leave its files.")] = None,
+    settings: Settings = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Print a recipe: for a target of yours, or a bundled one; without either, the names of those.
+    """Print a recipe for a target, or a bundled recipe; without options, the names of those.
 
-    With --target the recipe is complete and commented: layers to read, a mask
+    A recipe for a target is complete and commented: layers to read, a mask
     token that no text uses, batches for this machine's memory, and the time
-    that training will take, from a short measurement.
+    that training will take, from a short measurement. What --set gives is
+    known before the rest is chosen. Without --target it is for the bundled one.
 
     Examples:
 
     dflash recipe
     dflash recipe qwen3-4b > my.yaml
     dflash recipe --target Qwen/Qwen3-0.6B --data data > my.yaml
+    dflash recipe --data data --run runs/mine --set run.epochs=3 > mine.yaml
     """
     from ..training.recipe import bundled_recipes
 
     known = bundled_recipes()
-    if (name is None) == (target is None):
-        if name is not None:
-            raise DFlashError("Give the NAME of a bundled recipe or --target, not both.")
-        print("\n".join(known))
-    elif target is not None:
+    proposed = any(option is not None for option in (target, data, run, settings))
+    if name is not None and proposed:
+        raise DFlashError("Give the NAME of a bundled recipe, or options for a new one such as --target, not both.")
+    if proposed:
+        from ..target.load import BUNDLED
         from ..training.new_recipe import as_yaml, propose_recipe
 
-        print(as_yaml(propose_recipe(target, data, run)), end="")
+        given = (target or BUNDLED, data, run, settings or (), trust_remote_code)
+        print(as_yaml(propose_recipe(*given)), end="")
+    elif name is None:
+        print("\n".join(known))
     elif name in known:
         print(known[name].read_text(encoding="utf-8"), end="")
     else:
@@ -87,7 +97,7 @@ def recipe(
 
 
 @app.command("cache-features")
-def cache_features(recipe: RecipeFile, settings: Settings = None) -> None:
+def cache_features(recipe: RecipeFile, settings: Settings = None, trust_remote_code: TrustRemoteCode = False) -> None:
     """Compute the target's features of a recipe's dataset once, onto the disk.
 
     Training then reads them instead of running the target in every epoch. The
@@ -102,7 +112,7 @@ def cache_features(recipe: RecipeFile, settings: Settings = None) -> None:
     checked = _load(recipe, settings)
     from ..training.train import cache_features as run
 
-    print(run(checked))
+    print(run(checked, trust_remote_code=trust_remote_code))
 
 
 class _WithSettings(TyperCommand):
@@ -117,7 +127,7 @@ class _WithSettings(TyperCommand):
 
 
 @app.command(cls=_WithSettings)
-def train(recipe: RecipeFile, settings: Settings = None) -> None:
+def train(recipe: RecipeFile, settings: Settings = None, trust_remote_code: TrustRemoteCode = False) -> None:
     """Train a drafter from a recipe, or continue where that run was stopped.
 
     Ctrl-C finishes the step, saves and exits with 130; the same command
@@ -136,7 +146,7 @@ def train(recipe: RecipeFile, settings: Settings = None) -> None:
     from ..training.train import train as run
 
     with logging_redirect_tqdm():  # lines above the bar, not in it
-        print(run(checked))
+        print(run(checked, trust_remote_code=trust_remote_code))
 
 
 @app.command()
@@ -165,6 +175,10 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of dflash train, finished or not.")],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write the drafter.")],
     last: Annotated[bool, typer.Option("--last", help="The last weights, not those of the best evaluation.")] = False,
+    target_name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What the card calls a target that was given as a folder: its hub name."),
+    ] = None,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Upload it to the hub as well.")] = None,
 ) -> None:
     """Write a run's drafter in the published format, with a model card.
@@ -180,7 +194,7 @@ def export(
 
     if folder.resolve() == run.resolve():
         raise DFlashError("OUT must be another folder than RUN, which it would overwrite.")
-    exporting.export(run, folder, best=not last)
+    exporting.export(run, folder, best=not last, target_name=target_name, name=push)
     print(exporting.push(folder, push) if push else folder)
 
 
@@ -212,7 +226,9 @@ def runs_table(runs: list["RunSummary"]) -> Any:
     from ..training.loop.clock import duration
 
     settings = list(runs[0].settings)
-    columns = ("run", *settings, "steps", "acceptance", "at step", "heldout loss", "loss", "tokens/s", "time", "GB")
+    star = loss_mark(runs)
+    losses = (f"heldout loss{star}", f"loss{star}")
+    columns = ("run", *settings, "steps", "acceptance", "at step", *losses, "tokens/s", "time", "GB")
     rows = []
     for run in runs:
         steps = f"{run.step}/{run.steps}" if run.steps else str(run.step)
@@ -222,4 +238,15 @@ def runs_table(runs: list["RunSummary"]) -> Any:
         time = "-" if run.seconds is None else duration(run.seconds)
         memory = "-" if run.peak_memory_gb is None else f"{run.peak_memory_gb:.1f}"
         rows.append((run.folder, *(str(run.settings[name]) for name in settings), steps, *shown, time, memory))
-    return table(columns, rows)
+    shown = table(columns, rows)
+    if star:
+        shown.caption = (
+            f"{star} By each run's own objective, and these differ: no run's loss can be compared with another's."
+        )
+        shown.caption_justify = "left"
+    return shown
+
+
+def loss_mark(runs: Sequence["RunSummary"]) -> str:
+    """What marks losses that cannot be compared, since the runs' objectives differ."""
+    return "*" if any(name.startswith("objective") for name in runs[0].settings) else ""

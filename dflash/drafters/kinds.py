@@ -6,7 +6,7 @@ Knows how a ``config.json`` names its kind. Must not know weights, targets or ho
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ..errors import CheckpointError, did_you_mean
+from ..errors import CheckpointError
 from ..registry import Registry
 from .formats import signs
 
@@ -77,8 +77,7 @@ def kind_in(config: Mapping[str, Any]) -> str:
     if explicit is not None:
         if drafters.find(str(explicit)) is None and explicit != DEFAULT:
             raise CheckpointError(
-                f"config.json: {KIND} {explicit!r} is not registered here; {did_you_mean(explicit, known)} "
-                "Import the module that registers it, or name it with --plugin."
+                f"config.json: {KIND} {explicit!r} is not registered here; {drafters.advice(str(explicit))}"
             )
         return str(explicit)
     names = [config.get("model_type"), *_architectures(config)]
@@ -96,13 +95,18 @@ def _architectures(config: Mapping[str, Any]) -> list[Any]:
     return [named] if isinstance(named, str) else named if isinstance(named, list) else []
 
 
+def is_drafter(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` has a key by which drafters are known, or is of a kind of them."""
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    return any(key in part for part in parts for key in (KIND, *_DRAFTER_KEYS)) or kind_in(config) != DEFAULT
+
+
 def is_language_model(config: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is that of a whole language model, which can draft by itself, one token after another.
 
     It names such an architecture, or none beside its ``model_type``, and has no key by which drafters are known.
     """
-    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    if any(key in part for part in parts for key in (KIND, *_DRAFTER_KEYS)) or kind_in(config) != DEFAULT:
+    if is_drafter(config):
         return False
     names = _architectures(config)
     whole = any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in names)

@@ -17,11 +17,10 @@ import mlx.core as mx
 
 from ..bench.runs import Side, dflash_side, plain_side, time_side
 from ..drafters.checkpoint import load_drafter
-from ..drafters.ngram import NAME as NGRAM
 from ..environment import environment
 from ..errors import DFlashError, one_line
 from ..files import atomic_write, exclusive_lock, remove_unfinished, write_json
-from ..generate import PAIR, DFlashSpeculativeDecoder
+from ..generate import DFlashSpeculativeDecoder
 from ..progress import progress
 from ..request import decode_options
 from ..target import load_target
@@ -32,8 +31,8 @@ from ..training.train import FINISHED as DRAFTER
 from ..training.train import cache_features, train
 from .answers import Answer, Answers
 from .identity import plain_options
-from .plan import FINISHED, Plan, PlannedCell
-from .settings import BUNDLED, Study, target_of
+from .plan import FINISHED, Plan, PlannedCell, drafter_source
+from .settings import Study, target_of
 
 SESSIONS = "sessions.json"
 _TIMED_BLOCK = 16  # tokens of the pass by which the number of BLAS threads is chosen
@@ -41,42 +40,44 @@ _TIMED_BLOCK = 16  # tokens of the pass by which the number of BLAS threads is c
 logger = logging.getLogger(__name__)
 
 
-def ablate(study: Study, only: list[str] | None = None) -> Plan:
+def ablate(study: Study, only: list[str] | None = None, *, trust_remote_code: bool = False) -> Plan:
     """Carry out what is left of a study; ``only`` are names of cells.
+
+    ``trust_remote_code`` is as in :func:`~dflash.load_target`: no study can set it.
 
     Raises :class:`~dflash.errors.DFlashError` for what cannot be trained or decoded or a folder that another process
     is using, and ``KeyboardInterrupt`` after Ctrl-C, once what is under way can be continued.
     """
+    plan = open_plan(study, only, trust_remote_code)  # refuses what cannot be before there is a folder
     with exclusive_lock(study.folder):
-        plan = open_plan(study, only)
-        train_missing(plan)
+        train_missing(plan, trust_remote_code)
         decode_missing(plan)
     return plan
 
 
-def open_plan(study: Study, only: list[str] | None = None) -> Plan:
+def open_plan(study: Study, only: list[str] | None = None, trust_remote_code: bool = False) -> Plan:
     """The study's plan, with its target loaded. Raises :class:`~dflash.errors.DFlashError`."""
-    return Plan(study, load_target(target_of(study)), only or ())
+    return Plan(study, load_target(target_of(study), trust_remote_code), only or ())
 
 
 # --- training -------------------------------------------------------------------------------------------------
 
 
-def train_missing(plan: Plan) -> None:
+def train_missing(plan: Plan, trust_remote_code: bool = False) -> None:
     """Train each drafter that is not complete, one after the other."""
     missing = [key for key in plan.trainings if plan.finished(key) is None]
     for training in plan.caches(missing).values():
-        cache_features(plan.trainings[training])
+        cache_features(plan.trainings[training], trust_remote_code=trust_remote_code)
     for number, key in enumerate(missing, 1):
         cell = next(cell for cell in plan.cells if cell.training == key)
         logger.info("Training %d of %d: %s", number, len(missing), cell)
-        train_one(plan, key, plan.trainings[key])
+        train_one(plan, key, plan.trainings[key], trust_remote_code)
 
 
-def train_one(plan: Plan, key: str, recipe: Recipe) -> None:
+def train_one(plan: Plan, key: str, recipe: Recipe, trust_remote_code: bool = False) -> None:
     """Train one drafter, or what is left of it, and mark it complete."""
     folder = plan.run_folder(key)
-    train(recipe)
+    train(recipe, trust_remote_code=trust_remote_code)
     lines = read_log(folder)
     weights = mx.load(str(folder / DRAFTER / "model.safetensors"))
     assert isinstance(weights, dict)
@@ -104,6 +105,7 @@ def decode_missing(plan: Plan) -> None:
     threads = threads_for(plan.target, _TIMED_BLOCK)
     session = _begin_session(plan, threads)
     missing = dict.fromkeys(key for _, keys in turns for key in keys)
+    logger.info("Decoding %d prompts by %d cells%s", len(turns), len(plan.cells), ", and plainly" * plan.study.plain)
     sides = make_sides(plan, list(missing))
     for key, side in sides.items():
         _run(side, turns[0][0].tokens, plan.sides[key])  # uncounted: it compiles, and makes arrays
@@ -151,14 +153,7 @@ def drafter_path(plan: Plan, planned: PlannedCell) -> str | Path:
     """Where the drafter of a cell is loaded from."""
     if planned.training is not None:
         return plan.run_folder(planned.training) / DRAFTER
-    name = str(planned.cell.drafter["drafter"])
-    if name.startswith(f"{NGRAM}+"):
-        return f"{NGRAM}+{_existing(name.removeprefix(f'{NGRAM}+'))}"
-    return _existing(name)
-
-
-def _existing(name: str) -> str | Path:
-    return PAIR / "drafter" if name == BUNDLED else name
+    return drafter_source(str(planned.cell.drafter["drafter"]))
 
 
 def _run(side: Side, tokens: list[int], planned: PlannedCell, session: str = "") -> Answer:

@@ -31,19 +31,20 @@ CURVES = ("loss", "heldout_loss", "acceptance_length")
 class ComparedRun:
     """One run: its summary, its curves (step and value) by name, and its drafter's acceptance.
 
-    ``acceptance`` is in tokens per target pass, ``ratio`` that over the first run's, on the same prompts.
+    ``acceptance`` is in tokens per target pass, ``ratio`` that over the first run's, on the same ``prompts`` prompts.
     """
 
     summary: RunSummary
     curves: dict[str, list[tuple[int, float]]]
     acceptance: Interval | None = None
     ratio: Interval | None = None
+    prompts: int = 0
 
     def results(self) -> dict[str, Any]:
         """Plain data for JSON."""
         intervals = {"acceptance": self.acceptance, "ratio": self.ratio}
         known = {name: vars(interval) for name, interval in intervals.items() if interval is not None}
-        return self.summary.results() | {"curves": self.curves} | known
+        return self.summary.results() | {"curves": self.curves, "prompts": self.prompts} | known
 
 
 def compare(
@@ -52,6 +53,8 @@ def compare(
     limit: int = 32,
     max_tokens: int = 128,
     decode: bool = True,
+    *,
+    trust_remote_code: bool = False,
 ) -> list[ComparedRun]:
     """Compare runs of one target; without ``decode``, by their logs alone.
 
@@ -66,7 +69,7 @@ def compare(
         return [ComparedRun(*pair) for pair in zip(summaries, curves, strict=True)]
     recipes = [recorded_recipe(folder) for folder in folders]
     _require_one_target(folders, recipes)
-    target = load_target(recipes[0]["target"])
+    target = load_target(recipes[0]["target"], trust_remote_code)
     tokens = _prompts(target, prompts, Path(recipes[0]["data"]["folder"]), limit)
     parts = _decode(target, [_drafter(folder) for folder in folders], tokens, max_tokens)
     statistics = [ratio_of_sums([a.committed for a in own], [a.blocks for a in own]) for own in parts]
@@ -78,7 +81,7 @@ def compare(
         return bootstrap(ratio, len(tokens))
 
     return [
-        ComparedRun(summary, curve, bootstrap(statistic, len(tokens)), over_first(number))
+        ComparedRun(summary, curve, bootstrap(statistic, len(tokens)), over_first(number), len(tokens))
         for number, (summary, curve, statistic) in enumerate(zip(summaries, curves, statistics, strict=True))
     ]
 

@@ -141,20 +141,21 @@ def _trial_step(recipe: Recipe) -> float:
 def _decoding_time(plan: Plan) -> tuple[float, str]:
     kept = {key: plan.answers(key) for key in plan.sides}
     missing = {key: sum(p.key not in known for p in plan.prompts) for key, known in kept.items()}
-    missing = {key: count + 1 for key, count in missing.items() if count}  # and one that is not counted
+    missing = {key: count + 1 for key, count in missing.items() if count}  # and a warm-up
     if not missing:
         return 0.0, "nothing is left to decode"
     seconds = {key: [known[p.key].seconds for p in plan.prompts if p.key in known] for key, known in kept.items()}
     all_seconds = [value for values in seconds.values() for value in values]
     answers = sum(missing.values())
+    counted = f"{answers - len(missing)} answers and {len(missing)} warm-ups"
     if not all_seconds:
         most = max(cell.cell.options["max_tokens"] for cell in plan.cells)
         each = _trial_token(plan) * most
         size = f"at most {each:.2g} s ({most} tokens, the cells' max_tokens)"
-        return each * answers, f"{answers} answers of {size}, from {_TRIAL_TOKENS} tokens decoded plainly"
+        return each * answers, f"{counted} of {size}, from {_TRIAL_TOKENS} tokens decoded plainly"
     mean = statistics.fmean(all_seconds)
     total = sum(count * (statistics.fmean(seconds[key]) if seconds[key] else mean) for key, count in missing.items())
-    return total, f"{answers} answers of {total / answers:.2g} s, from {len(all_seconds)} finished answers"
+    return total, f"{counted} of {total / answers:.2g} s, from {len(all_seconds)} finished answers"
 
 
 def _trial_token(plan: Plan) -> float:

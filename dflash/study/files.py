@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from ..errors import install_extra
 from ..files import atomic_write, remove_unfinished
 from ..training.settings import to_dict
 from .plan import Plan
@@ -48,7 +49,7 @@ def write_results(plan: Plan, study_file: str | Path | None = None) -> list[Path
     try:
         from .plots import draw
     except ImportError:
-        logger.warning("No plots: matplotlib is not installed. Install it with: pip install 'dflash-research[study]'")
+        logger.warning("No plots without matplotlib; %s.", install_extra("study"))
         return files
     return files + draw(plan.folder, list(plan.study.factors), cells)
 

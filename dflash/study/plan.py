@@ -10,17 +10,22 @@ Knows settings, keys and where things lie. Must not know how a drafter is traine
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, DFlashError, GenerationError, did_you_mean
+from ..drafters.checkpoint import load_drafter
+from ..drafters.ngram import NAME as NGRAM
+from ..errors import DataError, DFlashError, GenerationError, did_you_mean, one_line
 from ..files import read_json
+from ..generate import PAIR
 from ..prompts import read_conversations
+from ..request import decode_options
 from ..target import LoadedTargetModel
 from ..target.identity import target_fingerprint
 from ..tokens import prompt_tokens
 from ..training.recipe import Recipe
+from ..training.settings import SettingsError
 from .answers import Answers
 from .identity import (
     FeaturesRead,
@@ -71,7 +76,8 @@ class Plan:
     """Every cell of ``study`` with its keys, all prompts, and what is done.
 
     ``only`` are names of cells; the others are left out. Raises :class:`~dflash.errors.DFlashError` for prompts,
-    datasets or drafters that cannot be read, and an unknown cell.
+    datasets or drafters that cannot be read, settings that target or drafter cannot be decoded with, two levels that
+    are the same cell, and an unknown cell.
     """
 
     def __init__(self, study: Study, target: LoadedTargetModel, only: Sequence[str] = ()):
@@ -79,6 +85,8 @@ class Plan:
         self.prompts = [p for name, chosen in study.prompt_sets.items() for p in encoded(name, chosen, target)]
         fingerprint = target_fingerprint(target)
         cells = [_planned(cell, fingerprint) for cell in make_cells(study)]
+        check_decoding([cell.cell for cell in cells], target)
+        _check_different(cells, fingerprint)
         names = [cell.name for cell in cells]
         for name in only:
             if name not in names:
@@ -162,6 +170,55 @@ def _planned(cell: Cell, target: str) -> PlannedCell:
     training = None if cell.recipe is None else training_key(cell.recipe, target)
     drafter = f"trained {training}" if training is not None else drafter_identity(cell.drafter["drafter"])
     return PlannedCell(cell, training, decoding_key(cell, target, drafter), plain_key(cell, target))
+
+
+def check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
+    """Raise :class:`~dflash.training.settings.SettingsError` for settings that target or drafter cannot decode with."""
+    own_block_size = lru_cache(_own_block_size)
+    for cell in cells:
+        asked, who = decode_options(cell.options), cell.drafter
+        try:
+            asked.check_vocabulary(target.vocab_size)
+            cache = target.make_cache(**asked.cache_options)
+            if asked.tree is not None:
+                target.check_trees(cache)
+            if cell.recipe is not None and cell.recipe.drafter.from_ is None:
+                own = cell.recipe.drafter.block_size
+            elif who.keys() & {"block_size", "draft_bits", "draft_window"}:
+                name = who["drafter"] if cell.recipe is None else cell.recipe.drafter.from_
+                own = own_block_size(name, who.get("draft_bits"), who.get("draft_window"))
+            else:
+                continue
+        except DFlashError as error:
+            raise SettingsError(f"decode: {one_line(error)}") from error
+        if who.get("block_size", 0) > own:
+            raise SettingsError(f"decode.block_size {who['block_size']} is more than the drafter's own {own}.")
+
+
+def _own_block_size(drafter: str, bits: int | None, window: int | None) -> int:
+    return int(load_drafter(drafter_source(drafter), bits, window).block_size)
+
+
+def drafter_source(name: str) -> str | Path:
+    """What :func:`~dflash.load_drafter` takes for the drafter that a study calls ``name``."""
+    combined = f"{NGRAM}+"
+    if name.startswith(combined):
+        return f"{combined}{drafter_source(name.removeprefix(combined))}"
+    return PAIR / "drafter" if name == BUNDLED else name
+
+
+def _check_different(cells: Sequence[PlannedCell], target: str) -> None:
+    """Raise :class:`~dflash.training.settings.SettingsError` if two combinations of levels are decoded alike."""
+    known: dict[tuple[str, int], Cell] = {}
+    for planned in cells:
+        cell = planned.cell
+        plainly = dataclasses.replace(cell, options=decode_options(cell.options).given())  # without what is usual
+        other = known.setdefault((_planned(plainly, target).answers, cell.seed), cell)
+        for factor, label in cell.levels.items():
+            if other.levels[factor] != label:
+                raise SettingsError(
+                    f"vary: {factor}: {other.levels[factor]} and {label} are the same cell; leave one of them out."
+                )
 
 
 def encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[StudyPrompt]:

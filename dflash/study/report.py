@@ -246,7 +246,11 @@ def _survival_plot(traces: Traces) -> str:
         f"{line.name} {line.y[0]:.0%} at 1 and {line.y[-1]:.0%} at {line.x[-1]}" for line in lines if line.x
     )
     plot = svg.line_plot(lines, "position in the block", "blocks", (1, max(last, 2)), f"Survival by position: {said}")
-    note = "Blocks that accepted every draft up to a position, of those that checked it; bands are 95 % intervals."
+    note = "Of verified drafts: blocks that accepted every draft up to a position, of those that checked it."
+    if (traces.blocks.verified < traces.blocks.proposed).any():
+        note += " A policy that checks more drafts of good blocks makes this rise: compare with --policy full."
+    if any(table.low.notna().any() for table in tables.values()):
+        note += " Bands are 95 % intervals over prompts."
     return _figure("How far drafts survive", plot, note, traces.names, list(tables.items()))
 
 

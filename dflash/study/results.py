@@ -81,7 +81,8 @@ class CellAnswers:
 class Effect:
     """What going from one level of a factor to another does to a metric, as a ratio.
 
-    ``pairs`` cells were compared on ``answers`` prompts; in ``agreeing`` of them the change has the sign of the whole.
+    ``pairs`` cells were compared on ``answers`` prompts: in ``agreeing`` of them the change has the sign of the whole,
+    in ``tied`` of them there is none.
     """
 
     factor: str
@@ -92,6 +93,7 @@ class Effect:
     ratio: Interval
     pairs: int
     agreeing: int
+    tied: int
     answers: int
 
     @property
@@ -180,8 +182,8 @@ def _effect(
     if freedom:
         interval = widened(interval, t_quantile(freedom) * spread * math.sqrt(2 / len(pairs)))
     each = [float(change(np.ones((1, count)))[0]) for change in changes]
-    agreeing = sum(value * interval.value > 0 for value in each)
-    return Effect(*name, interval.mapped(math.exp), len(pairs), agreeing, count)
+    agreeing, tied = sum(value * interval.value > 0 for value in each), each.count(0.0)
+    return Effect(*name, interval.mapped(math.exp), len(pairs), agreeing, tied, count)
 
 
 def _between_seeds(cells: Sequence[CellAnswers], attribute: str) -> tuple[float, int]:

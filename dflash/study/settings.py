@@ -30,11 +30,15 @@ from ..training.settings import (
     setting,
     settings_help,
 )
+from ..values import require_count
 
 BUNDLED, TRAINED = "bundled", "trained"
 MAX_TOKENS = 256
 DRAFTER_SETTINGS = ("drafter", "block_size", "draft_bits", "draft_window")
 """Settings of decoding that are no field of :class:`~dflash.DecodeOptions`: who drafts."""
+
+_LEAST = {"block_size": 2, "draft_bits": 2, "draft_window": 1, "max_tokens": 1}
+"""The least that decoding takes: a block of one position drafts nothing, and plain decoding needs a token."""
 
 HELDOUT = PAIR / "heldout.jsonl"
 
@@ -187,7 +191,9 @@ def _cell(study: Study, base: dict[str, Any] | None, levels: dict[str, str], see
         settings |= study.factors[factor][label]
     for name in settings:
         section, _, key = name.partition(".")
-        if not key or section not in ("decode", "train") or (section == "train" and base is None):
+        if section == "train" and base is None:
+            raise SettingsError(f"vary: {name} changes a recipe, and there is none; train.* needs recipe.")
+        if not key or section not in ("decode", "train"):
             hint = did_you_mean(name, known_settings(study))
             raise SettingsError(f"vary: unknown setting {name!r}; {hint}")
     decode = study.decode | {k.removeprefix(_DECODE): v for k, v in settings.items() if k.startswith(_DECODE)}
@@ -202,6 +208,9 @@ def _decoding(study: Study, decode: Mapping[str, Any], seed: int) -> tuple[dict[
     for name in decode:
         if name not in known and name != "temperature":
             raise SettingsError(f"decode: unknown key {name!r}; {did_you_mean(name, known)}")
+    for name, least in _LEAST.items():
+        if decode.get(name) is not None:
+            require_count(f"decode.{name}", decode[name], least)
     drafter = {name: decode[name] for name in DRAFTER_SETTINGS if decode.get(name) is not None}
     if study.recipe is not None and drafter.setdefault("drafter", TRAINED) != TRAINED:
         raise SettingsError("decode.drafter and recipe both say who drafts; leave one of them out.")

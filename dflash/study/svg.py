@@ -18,7 +18,7 @@ SERIES = 6
 
 @dataclass(frozen=True)
 class Line:
-    """One series of points, with the limits of a band where they are known."""
+    """One series of points, with the limits of a band; limits that are not a number are left out of it."""
 
     name: str
     x: Sequence[float]
@@ -52,9 +52,12 @@ def line_plot(lines: Sequence[Line], x_title: str, y_title: str, x_range: tuple[
     for i, line in enumerate(lines):
         series = f"c{i % SERIES}"
         if line.low is not None and line.high is not None:
-            above = [f"{x(a)},{y(b)}" for a, b in zip(line.x, line.high, strict=True)]
-            below = [f"{x(a)},{y(b)}" for a, b in zip(line.x, line.low, strict=True)]
-            parts.append(f'<polygon class="band {series}" points="{" ".join(above + below[::-1])}"/>')
+            edges = [
+                [f"{x(a)},{y(b)}" for a, b in zip(line.x, limits, strict=True) if not math.isnan(b)]
+                for limits in (line.high, line.low)
+            ]
+            if edges[0]:
+                parts.append(f'<polygon class="band {series}" points="{" ".join(edges[0] + edges[1][::-1])}"/>')
         points = [(x(a), y(b)) for a, b in zip(line.x, line.y, strict=True)]
         parts.append(f'<polyline class="line {series}" points="{" ".join(f"{a},{b}" for a, b in points)}"/>')
         for (a, b), at, value in zip(points, line.x, line.y, strict=True):
@@ -95,7 +98,7 @@ def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: 
     """A horizontal bar for each row, made of named parts in the order given; parts have the colours ``p0``, ``p1``."""
     most = max(sum(value for _, value in parts) for _, parts in rows) or 1.0
     x = _Scale(0, most, 8, WIDTH - 8)
-    height = 22 + 46 * len(rows) + 22
+    height = 22 + 46 * len(rows) + 44
     drawn = []
     for i, (name, parts) in enumerate(rows):
         top, at = 22 + 46 * i, 0.0
@@ -109,10 +112,12 @@ def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: 
                     f'height="20"><title>{tip}</title></rect>'
                 )
             at += value
-    at = 8.0
+    at, top = 8.0, height - 42  # the key, which takes a second line where the first is full
     for j, (part, _) in enumerate(rows[0][1]):
-        drawn.append(f'<rect class="p{j}" x="{at}" y="{height - 20}" width="10" height="10"/>')
-        drawn.append(f'<text x="{at + 14}" y="{height - 11}">{escape(part)}</text>')
+        if at + 20 + 7 * len(part) > WIDTH:
+            at, top = 8.0, height - 20
+        drawn.append(f'<rect class="p{j}" x="{at}" y="{top}" width="10" height="10"/>')
+        drawn.append(f'<text x="{at + 14}" y="{top + 9}">{escape(part)}</text>')
         at += 26 + 7 * len(part)
     return _svg("".join(drawn), label, height)
 

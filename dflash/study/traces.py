@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError, DFlashError
+from ..errors import DataError, DFlashError, install_extra
 from ..profile import PARTS
 from ..trace import Record, read_records
 from .bootstrap import Interval, bootstrap, ratio_of_sums
@@ -80,7 +80,7 @@ def require_pandas() -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise DFlashError("Tables of traces need pandas; install dflash-research[study].") from error
+        raise DFlashError(f"Tables of traces need pandas; {install_extra('study')}.") from error
     return pandas
 
 
@@ -185,14 +185,19 @@ def survival(drafts: "pd.DataFrame") -> "pd.DataFrame":
     """By position: of the blocks that verified a draft there, how many accepted it and all before it.
 
     Columns ``position blocks survival low high acceptance``; the last is the chance that a draft is accepted if all
-    before it were. Limits are those of a 95 % bootstrap interval over requests.
+    before it were. Limits are those of a 95 % bootstrap interval over requests, not a number where one request alone
+    verified a draft there.
+
+    Drafts that were not verified are left out, since nobody knows about them. Where a policy verifies more of the
+    blocks that it expects much of, deep positions are those of good blocks: survival is then too high, and may rise
+    with the position. That of the drafter itself needs every draft verified, as with ``policy="full"``.
     """
     pandas = require_pandas()
     rows = []
     for position, here in drafts[drafts.verified.astype(bool)].groupby("position"):
         sums = here.groupby(["trace", "request"]).accepted.agg(["sum", "count"]).astype(float)
         of_all, reached = _ratio(sums["sum"], sums["count"]), here[here.reached]
-        low, high = (of_all.value if limit is None else limit for limit in (of_all.low, of_all.high))
+        low, high = (np.nan if limit is None else limit for limit in (of_all.low, of_all.high))
         conditional = reached.accepted.mean() if len(reached) else np.nan
         rows.append((position, len(here), of_all.value, low, high, conditional))
     return pandas.DataFrame(rows, columns=["position", "blocks", "survival", "low", "high", "acceptance"])
@@ -231,7 +236,7 @@ def calibration_error(table: "pd.DataFrame") -> float:
 
 
 def time_by_part(blocks: "pd.DataFrame") -> "pd.Series":
-    """Seconds by part, in the order ``prefill draft verify rewind plain host``."""
+    """Seconds by part, in the order ``prefill draft verify rewind plain threads host``."""
     return blocks[[f"seconds_{part}" for part in PARTS]].sum().rename(lambda name: name.removeprefix("seconds_"))
 
 
@@ -239,6 +244,8 @@ def summary(traces: Traces) -> "pd.DataFrame":
     """A row for each trace: its quantities, with the limits of 95 % intervals over requests as ``_low`` and ``_high``.
 
     ``acceptance_length`` and ``tokens_per_second`` are missing where there is no drafted block, or one token only.
+    ``tokens`` are all of the answers; ``dflash eval`` counts those of blocks, without the first of each answer, which
+    the prompt's own pass chose.
     """
     rows = []
     for name in traces.names:

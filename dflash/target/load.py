@@ -1,6 +1,7 @@
-"""From a folder or a hub name to a :class:`~dflash.LoadedTargetModel`.
+"""From a folder, a hub name or ``bundled`` to a :class:`~dflash.LoadedTargetModel`.
 
-Knows mlx-lm's loader and what can be wrong with a checkpoint. Must not know drafters or the decode loop.
+Knows mlx-lm's loader and what can be wrong with a checkpoint, as that it is a drafter. Must not know how drafters are
+loaded, or the decode loop.
 """
 
 import logging
@@ -26,15 +27,22 @@ logging.getLogger("transformers.configuration_utils").addFilter(
     lambda record: not record.getMessage().startswith("You are using a model of type")
 )
 
+PAIR = Path(__file__).parents[1] / "pair"
+"""The bundled models: ``PAIR / "target"`` and ``PAIR / "drafter"``."""
+
+BUNDLED = "bundled"
+"""The name of the bundled target, as the command line and traces have it."""
+
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "merges.txt")
 """Patterns of the files that tokenizers are read from."""
 
 
 def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -> LoadedTargetModel:
-    """Load an mlx-lm model directory, or a hub name (``org/name``; the only case that uses the network).
+    """Load an mlx-lm model directory, a hub name (``org/name``; only this uses the network), or ``"bundled"``.
 
     Args:
-        path_or_hub_name: The checkpoint. Without files of a tokenizer it is loaded for token ids only.
+        path_or_hub_name: The checkpoint. Without files of a tokenizer it is loaded for token ids only. (A folder of the
+            name ``bundled`` is ``./bundled``.)
         trust_remote_code: Run the Python code that a checkpoint brings with it (``model_file`` in its config).
 
     Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files and NaN weights, and
@@ -42,12 +50,14 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
     """
     wait_for_this_thread()
     registered_adapters()  # a package may bring the architecture itself along with its adapter
-    path = resolve_checkpoint(path_or_hub_name)
-    read_json(path / "config.json")  # its errors name the file
+    path = PAIR / "target" if path_or_hub_name == BUNDLED else resolve_checkpoint(path_or_hub_name)
+    config = read_json(path / "config.json")  # its errors name the file
     try:
         model, tokenizer = _load(path, trust_remote_code)
     except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
-        raise CheckpointError(f"Cannot load the target at {path}: {_reason(error)}") from error
+        raise CheckpointError(f"Cannot load the target at {path}: {_reason(error, config)}") from error
+    if tokenizer is None:
+        logger.warning("%s has no tokenizer files, such as tokenizer.json: only token ids can be decoded.", path)
     to_compute_dtype(model)
     mx.eval(model.parameters())  # what is left lazy could only be computed in this thread
     _check_weights(model, path)
@@ -63,14 +73,17 @@ def load_target_model(path_or_model: str | Path | nn.Module, tokenizer: Any = No
 
 def _load(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Any]:
     if not any(True for pattern in TOKENIZER_FILES for _ in path.glob(pattern)):
-        logger.warning("%s has no tokenizer files, such as tokenizer.json: only token ids can be decoded.", path)
         return load_model(path, trust_remote_code=trust_remote_code)[0], None
     options = {"trust_remote_code": trust_remote_code}
     model, tokenizer, *_ = mlx_lm.load(str(path), tokenizer_config=options, trust_remote_code=trust_remote_code)
     return model, tokenizer
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, config: dict[str, Any]) -> str:
+    from ..drafters.kinds import is_drafter  # drafters import this module
+
+    if is_drafter(config):
+        return "it is a drafter, not a target; give it as the drafter, beside the target that it was trained for."
     reason = one_line(error)
     if "trust_remote_code" not in reason:
         return reason

@@ -26,7 +26,7 @@ def test_the_report_says_where_tokens_differ_and_how_close_it_was():
     text = rendered(report)
     assert "different at 7 (logit margin 0.00012)" in text
     assert "DIFFERENT on 1 of 2" in text
-    assert "4.00 = 5.00 x 4.00 ms / (2.00 ms + 3.00 ms)" in text
+    assert "ceiling      4.00 = 5.00 x 4.00 ms / (2.00 ms + 3.00 ms)" in text
     plain = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert [p["identical"] for p in plain["prompts"]] == [True, False]
     assert plain["prompts"][1]["difference"] == {"position": 7, "plain": 1, "dflash": 2, "margin": 0.00012}

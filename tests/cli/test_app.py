@@ -89,7 +89,7 @@ def only(tokens, logits):
     answer = json.loads(invoke("--plugin", plugin, *named).stdout)
     assert answer["tokens"] == [65, 65, 65]
     assert json.loads(invoke(*named, "--plugin", plugin).stdout)["tokens"] == [65, 65, 65]
-    assert_one_error(invoke("--plugin", tmp_path / "none.py", "doctor"), "Cannot load the plug-in .*none.py")
+    assert_one_error(invoke("--plugin", tmp_path / "none.py", "doctor"), "There is no plug-in file .*none.py")
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_bench_prints_a_table_and_says_sampled_at_a_temperature(pair, prompts):
     greedy = invoke("bench", *pair, "--prompts", prompts, "--max-tokens", "8")
     assert greedy.exit_code == 0, greedy.output
     assert "identical on all 2 prompts" in greedy.stdout
+    assert "ceiling      not measured: it takes 50 blocks, at least half of them verified whole" in greedy.stdout
     sampled = invoke("bench", *pair, "--prompts", prompts, "--max-tokens", "8", "--temp", "0.8")
     assert sampled.exit_code == 0, sampled.output
     assert "sampled" in sampled.stdout

@@ -1,5 +1,6 @@
 """``dflash generate --show-blocks``, ``--profile`` and ``--trace``: the same text, in colours on a terminal only."""
 
+import itertools
 import json
 import re
 
@@ -8,7 +9,8 @@ from support.cli import assert_one_error, invoke
 from support.models import writer
 
 from dflash.cli import loading
-from dflash.cli.blocks import print_profile
+from dflash.cli.blocks import NOTES, print_profile
+from dflash.errors import DFlashError
 from dflash.profile import Profile
 from dflash.trace import read_records
 
@@ -34,6 +36,7 @@ def terminal(monkeypatch):
 def test_a_pipe_gets_the_text_alone(generate, monkeypatch, flag):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     assert generate(flag).stdout == generate().stdout == TEXT + "\n"
+    assert ("Blocks are not marked" in generate(flag).stderr) == (flag != "--profile")
 
 
 @pytest.mark.parametrize("policy", ["full", "1", "2"])
@@ -70,8 +73,9 @@ def test_no_color_is_respected(generate, terminal, monkeypatch):
 
 def test_a_profile_shows_parts_and_lengths_and_goes_into_json(generate):
     shown = generate("--profile", "--policy", "3").stderr
-    for word in ("prefill", "draft", "verify", "rewind", "host", "verified"):
+    for word in ("prefill", "draft", "verify", "rewind", "host", "verified", NOTES["host"], NOTES["ms"]):
         assert word in shown
+    assert NOTES["plain"] not in shown
     profile = json.loads(generate("--profile", "--policy", "3", "--json").stdout)["profile"]
     assert {length["verified"] for length in profile["lengths"]} <= {0, 1, 2, 3}
     assert profile["blocks"] == sum(length["blocks"] for length in profile["lengths"])
@@ -106,7 +110,39 @@ def test_a_trace_names_the_models_of_the_command(generate, tmp_path):
 def test_what_does_not_go_together_is_one_line(generate, tmp_path):
     assert_one_error(generate("--show-blocks", "--json"), "--show-blocks .* --json")
     (tmp_path / "file").write_text("")
-    assert_one_error(generate("--trace", tmp_path / "file" / "a.jsonl"), "Cannot write the trace")
+    assert_one_error(generate("--trace", tmp_path / "file" / "a.jsonl"), "--trace .*: there is no folder")
+    assert_one_error(generate("--trace", tmp_path / "no" / "a.jsonl"), "--trace .*: there is no folder .*no; make it")
+    assert not (tmp_path / "no").exists()
+    assert_one_error(generate("--block-size", "1"), "--block-size must be at least 2, the anchor and one draft; got 1")
+
+
+def test_a_trace_is_never_replaced(generate, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("")
+    assert generate("--trace", path).exit_code == 0  # an empty file holds nothing that could be lost
+    written = path.read_bytes()
+    for command in (generate, lambda *a: invoke("eval", *a)):
+        assert_one_error(command("--trace", path), "--trace .* exists and is not empty; remove it, or name another")
+    assert path.read_bytes() == written
+
+
+@pytest.mark.parametrize("error", [DFlashError("the rule fails"), KeyboardInterrupt()])
+def test_what_ends_a_text_begins_a_line_of_its_own(monkeypatch, error):
+    decoder = writer(TEXT, p=0.8, policy="full")
+    answer = decoder.stream_generate
+
+    def failing(*arguments, **options):
+        yield from itertools.islice(answer(*arguments, **options), 2)
+        raise error
+
+    monkeypatch.setattr(decoder, "stream_generate", failing)
+    monkeypatch.setattr(loading, "load_decoder", lambda *_: decoder)
+    result = invoke("generate", "AB", "--raw")
+    assert TEXT.startswith(result.stdout.removesuffix("\n"))
+    assert result.stdout.endswith("\n")
+    known = (130, r"Stopped after \d+ tokens") if isinstance(error, KeyboardInterrupt) else (1, "error: the rule fails")
+    assert result.exit_code == known[0]
+    assert re.match(known[1], result.stderr)
 
 
 def test_eval_traces_every_prompt(pair, prompts, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx_lm
@@ -11,10 +12,10 @@ from support.errors import refused
 from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter, save_target, writer
 
 import dflash
-from dflash import DFlashSpeculativeDecoder, bundled, load_drafter, load_target
-from dflash.cli import loading
+from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, bundled, load_drafter, load_target
+from dflash.cli import adapters, loading
 from dflash.drafters.quantized import description
-from dflash.errors import DFlashError, IncompatibleModelsError
+from dflash.errors import CheckpointError, IncompatibleModelsError
 from dflash.files import flat, read_json
 from dflash.generate import PAIR
 from dflash.target.identity import target_fingerprint
@@ -113,9 +114,44 @@ def test_decoders_of_several_drafters_share_the_target_and_one_of_them_says_whic
     assert same_weights(one.draft_model, named.draft_model)
     assert description(one.draft_model)["bits"] == 8
     assert one.block_size == combined.block_size == 4
-    refusal = "notes works only with the target that it was trained for: give both, or neither"
-    with pytest.raises(DFlashError, match=refusal):
-        loading.load_decoder(None, "notes")
+
+
+def test_a_drafter_alone_gets_the_bundled_target_if_it_was_trained_for_that_one(tmp_path):
+    made_for, other = target_fingerprint(load_target("bundled")), tmp_path / "other"
+    config = load_drafter(PAIR / "drafter").config
+    own = DFlashDraftModel(replace(config, num_hidden_layers=1, layer_types=(), target_fingerprint=made_for))
+    dflash.save_drafter(own, tmp_path / "own")
+    for name in (str(tmp_path / "own"), f"ngram+{tmp_path / 'own'}", "ngram"):
+        for load in (DFlashSpeculativeDecoder.from_pretrained, loading.load_decoder):
+            assert load(None, name).loaded_target.folder == PAIR / "target"
+    dflash.save_drafter(random_drafter(3, TEXT_VOCAB, target_fingerprint="of another"), other)
+    for name, error, words in (
+        (other, IncompatibleModelsError, f"{other} works only with the target that it was trained for: give both"),
+        (PAIR / "drafter", IncompatibleModelsError, "give both, or neither"),  # does not say what it was trained for
+        ("mtp", IncompatibleModelsError, "give both, or neither"),
+        ("./nope", CheckpointError, "No checkpoint folder at './nope'"),
+        ("run/nope", CheckpointError, "There is no folder 'run/nope'; beside a drafter of the hub"),
+    ):
+        for load in (DFlashSpeculativeDecoder.from_pretrained, loading.load_decoder):
+            with pytest.raises(error) as refusal:
+                load(None, str(name))
+            refused(refusal, words)
+
+
+def test_the_bundled_target_has_a_name_wherever_a_target_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundled").mkdir()  # a folder of that name is ./bundled
+    (tmp_path / "one.jsonl").write_text('{"prompt": "Hi", "response": "Hello."}\n')
+    for command in (
+        ["generate", "Hi", "--max-tokens", "3", "--json", "--trace", "trace.jsonl", "--target"],
+        ["prepare", "one.jsonl", "data", "--target"],
+        ["cache-prompt", "Read this: ", "--prompt-cache-file", "cache.safetensors", "--target"],
+    ):
+        result = invoke(*command, "bundled")
+        assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "trace.jsonl").read_text().splitlines()[0])["target"] == "bundled"
+    assert "target: bundled\n" in invoke("recipe", "--target", "bundled", "--data", "data").stdout
+    assert adapters._target("bundled", False).folder == PAIR / "target"
 
 
 def test_where_there_is_none_every_command_says_what_to_do(package, prompts):

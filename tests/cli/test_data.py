@@ -13,6 +13,8 @@ from support.cli import assert_one_error, invoke
 from support.conversations import invoke_prepare, tree, write_lines
 
 import dflash.training.data.prepare as preparing
+from dflash import load_target
+from dflash.errors import DataError
 from dflash.prompts import read_conversations
 from dflash.training.data.dataset import open_dataset
 
@@ -129,6 +131,16 @@ def test_a_file_in_place_of_the_folder_is_one_line_of_error_before_the_target_lo
     result = invoke_prepare(data, tmp_path, tmp_path / "no target")
     assert_one_error(result, r"must go to a folder, but \S+made is a file; choose another name")
     assert_one_error(invoke_prepare(data, Path("/proc"), target_folder), "Cannot write to /proc/made: ")
+
+
+def test_a_folder_of_other_things_is_refused_and_nothing_is_written(target_folder, tmp_path):
+    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a", "response": "bc"}')
+    (tmp_path / "made/notes").mkdir(parents=True)
+    message = r"made holds other files, such as 'notes'; choose an empty folder for the dataset"
+    assert_one_error(invoke_prepare(data, tmp_path, tmp_path / "no target"), message)  # before the target loads
+    with pytest.raises(DataError, match=message):
+        preparing.prepare([], load_target(target_folder), preparing.PrepareSettings(), tmp_path / "made")
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["notes"]
 
 
 def test_code_of_a_target_runs_only_where_it_is_trusted(target_folder, tmp_path, monkeypatch):

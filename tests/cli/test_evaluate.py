@@ -25,6 +25,7 @@ def test_the_score_adds_up_over_prompts(asked):
     assert len(score["acceptance_by_position"]) == 7
     assert score["settings"]["prompts"]["sha256"]
     assert score["environment"]["versions"]["mlx"]
+    assert f"{score['blocks']} blocks, 22 tokens in them" in invoke(*asked).stdout
 
 
 def test_limit_and_template_choose_and_make_the_prompts(asked, tmp_path):

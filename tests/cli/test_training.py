@@ -2,10 +2,11 @@
 
 import pytest
 from support.cli import assert_one_error, invoke
-from support.runs import write_target
+from support.runs import recipe, write_dataset, write_target
 
 from dflash.training.recipe import Recipe, bundled_recipes, load_recipe
 from dflash.training.settings import from_yaml, settings_help
+from dflash.training.train import train
 
 
 def test_bundled_recipes_are_listed_printed_and_loaded_by_name():
@@ -20,8 +21,60 @@ def test_a_recipe_for_a_target_is_printed_ready_to_train(tmp_path):
     target = write_target(tmp_path / "target")
     result = invoke("recipe", "--target", target, "--run", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    recipe = from_yaml(Recipe, result.stdout, "there")
-    assert (recipe.target, recipe.run.folder) == (str(target), tmp_path / "run")
+    found = from_yaml(Recipe, result.stdout, "there")
+    assert (found.target, found.run.folder) == (str(target), tmp_path / "run")
+
+
+def test_without_a_target_a_recipe_is_for_the_bundled_one(tmp_path):
+    result = invoke("recipe", "--run", tmp_path / "run", "--set", "drafter.num_hidden_layers=1")
+    assert result.exit_code == 0, result.output
+    found = from_yaml(Recipe, result.stdout, "there")
+    assert (found.target, found.run.folder) == ("bundled", tmp_path / "run")
+    assert found.drafter.num_hidden_layers == 1
+
+
+class Loaded(Exception):
+    """Stands for the target."""
+
+
+@pytest.mark.parametrize(
+    ("module", "args"),
+    [
+        ("training.new_recipe", ["recipe", "--target", "{place}/target"]),
+        ("training.train", ["train", "{place}/recipe.yaml", "--set", "run.folder={place}/new"]),
+        ("training.train", ["cache-features", "{place}/recipe.yaml", "--set", "data.cached_features={place}/cache"]),
+        ("training.pipeline", ["fit", "--target", "{place}/target", "--output", "{place}/fitted"]),
+        ("study.ablation", ["ablate", "{place}/study.yaml"]),
+        ("study.ablation", ["ablate", "{place}/study.yaml", "--dry-run"]),
+        ("study.compare", ["compare", "{place}/run", "{place}/run"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_code_of_a_target_runs_only_where_the_command_line_trusts_it(place, monkeypatch, module, args):
+    trusted = []
+
+    def load(path, trust_remote_code=False):
+        trusted.append(trust_remote_code)
+        raise Loaded
+
+    monkeypatch.setattr(f"dflash.{module}.load_target", load)
+    for options in ([], ["--trust-remote-code"]):
+        answer = invoke(*(arg.format(place=place) for arg in args), *options)
+        assert isinstance(answer.exception, Loaded), answer.output
+    assert trusted == [False, True]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A target, its dataset, a run, a recipe and a study."""
+    folder = tmp_path_factory.mktemp("trust")
+    write_target(folder / "target")
+    write_dataset(folder / "data", folder / "target")
+    train(recipe(folder, "run", "run.steps=1"))
+    (folder / "study.yaml").write_text(
+        f"{{folder: {folder}/study, target: {folder}/target, vary: {{decode.drafter: [ngram]}}}}"
+    )
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -29,6 +82,9 @@ def test_a_recipe_for_a_target_is_printed_ready_to_train(tmp_path):
     [
         (["qwen3"], "no bundled recipe 'qwen3'; did you mean 'qwen3-4b'"),
         (["qwen3-4b", "--target", "x"], "not both"),
+        (["qwen3-4b", "--set", "run.epochs=2"], "not both"),
+        (["--data", "/nowhere"], "/nowhere holds no dataset"),
+        (["--set", "run.epoch=2"], "the proposed recipe: run: unknown key 'epoch'; did you mean 'epochs'"),
         (["--target", ""], "--target is empty"),
         (["--target", "/nowhere"], "No checkpoint folder at '/nowhere'"),
     ],

@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import mlx.core as mx
 import numpy as np
 import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from mlx.utils import tree_flatten
 from support.models import LAYERS, TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, random_drafter, save_target
 
@@ -181,15 +183,25 @@ def test_a_file_in_place_of_a_folder_is_refused(saved):
     one_line(error, "No checkpoint folder")
 
 
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (OSError("no network\nlong story"), "no network"),
+        (LocalEntryNotFoundError("a paragraph"), "hub: it cannot be reached from here."),
+        (RepositoryNotFoundError("a paragraph", response=Mock()), "hub: it has no such model, or a private one."),
+        (GatedRepoError("ask for access", response=Mock()), "ask for access"),
+    ],
+)
 @pytest.mark.parametrize("load", [load_drafter, load_target])
-def test_a_hub_name_that_cannot_be_downloaded_is_one_line(load, monkeypatch):
+def test_a_hub_name_that_cannot_be_downloaded_is_one_line(load, reason, words, monkeypatch):
     def refuse(*_, **__):
-        raise OSError("no network\nlong story")
+        raise reason
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(CheckpointError) as error:
         load("nobody/nothing")
-    one_line(error, "nobody/nothing", "hub", "no network")
+    one_line(error, "There is no folder 'nobody/nothing'", "on the hub", words)
+    assert len(str(error.value)) < 120
 
 
 def test_a_hub_name_is_downloaded_without_pickled_weights(saved, monkeypatch):

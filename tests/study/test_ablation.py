@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -35,9 +36,9 @@ def counted(monkeypatch):
     computed: Counter = Counter()
     train, run = ablation.train, ablation._run
 
-    def counted_train(recipe):
+    def counted_train(recipe, **options):
         computed["training", recipe.run.folder.name] += 1
-        return train(recipe)
+        return train(recipe, **options)
 
     def counted_run(side, tokens, planned, session=""):
         computed["answer" if session else "warm-up", planned.name, tuple(tokens)] += 1
@@ -115,11 +116,11 @@ def test_an_interruption_at_any_computation_loses_that_one_only(make, monkeypatc
     lives = [0]
 
     def mortal(function):
-        def called(*arguments):
+        def called(*arguments, **options):
             lives[0] -= 1
             if lives[0] < 0:
                 raise KeyboardInterrupt
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return called
 
@@ -133,8 +134,8 @@ def test_an_interruption_at_any_computation_loses_that_one_only(make, monkeypatc
     monkeypatch.setattr(ablation, "train", mortal(ablation.train))
     monkeypatch.setattr(ablation, "_run", mortal(ablation._run))
 
-    def trained(plan, key, recipe):
-        train_one(plan, key, recipe)
+    def trained(plan, key, *arguments):
+        train_one(plan, key, *arguments)
         finished[key] += 1
 
     monkeypatch.setattr(ablation, "train_one", trained)
@@ -194,7 +195,7 @@ def test_cells_share_features_by_the_layers_that_their_drafters_read_and_by_noth
 
 def test_features_are_computed_once_for_all_kinds_and_for_the_one_that_needs_most(make, place, monkeypatch):
     read: list[tuple] = []
-    monkeypatch.setattr(ablation, "cache_features", lambda recipe: read.append(cache_features(recipe)))
+    monkeypatch.setattr(ablation, "cache_features", lambda *a, **options: read.append(cache_features(*a, **options)))
     kinds = {
         "dspark": {"train.drafter.kind": "dspark", "train.drafter.options": {"markov_rank": 8}},
         "dflash": {"train.drafter.kind": "dflash"},
@@ -244,6 +245,7 @@ def test_the_command_leaves_tables_plots_and_commands_that_make_a_cell_again(wri
     assert_one_error(invoke("ablate", file, "--only", "nobody"), "The study has no cell 'nobody'")
     shown = invoke("ablate", file).stdout
     assert "not told apart" in shown or "too few prompts" in shown
+    assert "pairs agree: of the pairs of cells that differ in the factor alone" in shown
     assert [line.partition(":")[0] for line in shown.splitlines() if "median over prompts" in line] == [
         "acceptance length",
         "ratio of acceptance_length",
@@ -260,12 +262,23 @@ def test_a_dry_run_prints_cells_and_the_expected_time_and_trains_nothing(write, 
     assert not list((tmp_path / "study").glob("*/*"))
     table = invoke("ablate", file, "--dry-run").stdout
     assert "4 cells, 2 drafters to train, 3 prompts" in table
+    assert "15 answers and 5 warm-ups of at most" in table  # four cells and the plain one
     assert invoke("ablate", file).exit_code == 0
     after = json.loads(invoke("ablate", file, "--dry-run", "--json").stdout)
     assert after["expected"]["training"] == after["expected"]["decoding"] == 0
     assert [cell["answers"] for cell in after["cells"]] == [3] * 4
     longer = invoke("ablate", file, "--dry-run", "--json", "--set", "seeds=[0, 1]")
     assert "from 2 finished training(s)" in json.loads(longer.stdout)["expected"]["training_from"]
+
+
+def test_ctrl_c_says_that_the_same_command_continues(write, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ablation, "decode_missing", interrupted)
+    result = invoke("ablate", write())
+    assert result.exit_code == 130
+    assert re.search(r"Stopped. What is finished stays in .*study; the same command continues.", result.stderr)
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------------
@@ -277,9 +290,9 @@ from dflash.study import ablate, ablation, load_study
 log = open(sys.argv[2], "a", buffering=1)
 train, run = ablation.train, ablation._run
 
-def counted_train(recipe):
+def counted_train(recipe, **options):
     log.write(f"training {recipe.run.folder.name}\\n")
-    return train(recipe)
+    return train(recipe, **options)
 
 def counted_run(side, tokens, planned, session=""):
     if session:

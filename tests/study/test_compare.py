@@ -46,12 +46,29 @@ def test_the_command_prints_settings_curves_and_intervals_and_draws(runs, tmp_pa
     assert result.exit_code == 0, result.output
     for text in ("optimizer.learning_rate", "lazy acceptance", "learned heldout loss", "over the first run", "1 (1-1)"):
         assert text in result.stdout
+    assert "2 prompts decoded." in result.stdout
+    assert "*" not in result.stdout
+    alone = invoke("compare", *runs, "--prompts", prompts, "--limit", 1, "--max-tokens", 6).stdout
+    assert "1 prompt decoded. One says nothing about others, so there is no 95 % interval." in alone
     drawn = (tmp_path / "c.svg").read_text()
     assert "heldout loss" in drawn
     assert str(runs[0]) in drawn
     (one, other) = json.loads(invoke("compare", *runs, "--no-decode", "--json").stdout)
     assert "acceptance" not in one
     assert other["curves"]["loss"][0][0] == 3
+
+
+def test_losses_by_different_objectives_are_marked(runs, tmp_path):
+    shutil.copytree(runs[1], tmp_path / "other")
+    recorded = json.loads((tmp_path / "other" / "recipe.json").read_text())
+    recorded["recipe"]["objective"]["gamma"] = 3
+    (tmp_path / "other" / "recipe.json").write_text(json.dumps(recorded))
+    compared = invoke("compare", runs[1], tmp_path / "other", "--no-decode").stdout
+    for shown in (compared, invoke("runs", runs[1], tmp_path / "other").stdout):
+        assert "heldout loss*" in shown
+        assert shown.count("* By each run's own objective") == 1
+    assert "learned heldout loss*" in compared
+    assert "heldout loss*" not in invoke("runs", *runs).stdout
 
 
 def test_an_unfinished_run_is_compared_by_its_last_weights(runs, tmp_path):

@@ -10,6 +10,7 @@ from support.cli import assert_one_error, invoke
 from support.models import TEXT_VOCAB, random_drafter, target, wrapped_tokenizer, writer
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, TraceFile
+from dflash.study import read_traces, report
 from dflash.trace import read_records
 
 ANSWER = "one <b>two</b> three & four </script> five six seven eight nine ten eleven twelve"
@@ -75,6 +76,23 @@ def test_what_cannot_be_shown_is_one_line(traces, tmp_path, arguments):
     assert not (tmp_path / "x.html").exists()
     if result.exit_code == 1:
         assert_one_error(result, "nothing.jsonl")
+
+
+def test_a_page_is_not_written_into_a_folder_that_is_not_there(traces, tmp_path):
+    result = invoke("report", traces[0], "-o", tmp_path / "no" / "x.html")
+    assert_one_error(result, "--output .*x.html: there is no folder .*no; make it, or name another")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("policy", ["full", 1])
+@pytest.mark.parametrize("requests", [1, 2])
+def test_survival_has_bands_of_several_requests_and_says_what_a_policy_does_to_it(requests, policy):
+    records: list[dict] = []
+    for _ in range(requests):
+        writer(ANSWER, PROMPT, p=0.8).generate(PROMPT, trace=records.append, policy=policy)
+    text = report(read_traces(records))
+    assert ('<polygon class="band' in text) == ("Bands are 95 % intervals" in text) == (requests > 1)
+    assert ("makes this rise" in text) == (policy == 1)
 
 
 @needs_browser

@@ -82,7 +82,9 @@ def test_an_effect_is_the_mean_ratio_of_cells_alike_in_everything_else():
     effect = _effect(("factor", "x", "y", "set", "acceptance_length"), [tuple(group)], cells)
     assert effect.ratio.value == pytest.approx(2)
     assert (effect.ratio.low, effect.ratio.high) == pytest.approx((2, 2))
-    assert (effect.pairs, effect.agreeing, effect.verdict) == (1, 1, "higher")
+    assert (effect.pairs, effect.agreeing, effect.tied, effect.verdict) == (1, 1, 0, "higher")
+    same = _effect(("factor", "x", "z", "set", "acceptance_length"), [(group[0], cell("z", [4, 8, 6, 4, 6]))], cells)
+    assert (same.ratio.value, same.pairs, same.agreeing, same.tied) == (1, 1, 0, 1)
 
 
 def test_the_spread_between_seeds_widens_what_prompts_alone_would_say():
@@ -108,7 +110,7 @@ def test_the_spread_between_seeds_widens_what_prompts_alone_would_say():
     ],
 )
 def test_verdicts(low, high, answers, verdict):
-    effect = Effect("f", "a", "b", "set", "acceptance_length", Interval(1.0, low, high), 2, 2, answers)
+    effect = Effect("f", "a", "b", "set", "acceptance_length", Interval(1.0, low, high), 2, 2, 0, answers)
     assert effect.verdict == verdict
 
 

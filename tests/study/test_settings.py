@@ -62,7 +62,10 @@ MISTAKES = [
     ({"seeds": []}, r"seeds is empty"),
     ({"prompts": {"a": {"limits": 3}}}, r"prompts: a: unknown key 'limits'; did you mean 'limit'"),
     ({"decode": {"drafter": "ngram"}}, r"decode.drafter and recipe both say who drafts"),
-    ({"recipe": None, "vary": {"train.run.steps": [1]}}, r"unknown setting 'train.run.steps'"),
+    ({"recipe": None, "vary": {"train.run.steps": [1]}}, r"vary: train.run.steps changes a recipe.* needs recipe"),
+    ({"vary": {"decode.block_size": [4, -1]}}, r"study.yaml: decode.block_size must be .* at least 2, got -1"),
+    ({"decode": {"draft_window": 0}}, r"decode.draft_window must be a whole number of at least 1, got 0"),
+    ({"decode": {"max_tokens": 0}}, r"decode.max_tokens must be a whole number of at least 1, got 0"),
     ({"recipe": None, "train": {"run.steps": 1}}, r"train changes a recipe, and there is none"),
     ({"recipe": "qwen3-4"}, r"Cannot read the recipe qwen3-4: No such file"),
 ]
@@ -71,6 +74,29 @@ MISTAKES = [
 @pytest.mark.parametrize(("changes", "message"), MISTAKES)
 def test_a_mistake_is_one_line_before_any_model_loads(write, changes, message):
     assert_one_error(invoke("ablate", write(**changes), "--dry-run"), message)
+
+
+NGRAM = {"recipe": None, "train": {}}
+UNFIT = [
+    ({"vary": {"decode.block_size": [64, 4]}}, r"decode.block_size 64 is more than the drafter's own 4"),
+    (
+        NGRAM | {"vary": {"decode.block_size": [64]}, "decode": {"drafter": "ngram"}},
+        r"decode.block_size 64 is more than the drafter's own 16",
+    ),
+    (NGRAM | {"vary": {"decode.draft_window": [8]}, "decode": {"drafter": "ngram"}}, r"decode: A window limits"),
+    ({"vary": {"decode.kv_bits": [5]}}, r"decode: kv_bits must be 2, 3, 4, 6 or 8, got 5"),
+    ({"vary": {"decode.top_k": [5, 10**6]}}, r"decode: top_k must be less than the target's vocabulary"),
+    ({"vary": {"decode.policy": ["adaptive", None]}}, r"vary: decode.policy: adaptive and null are the same cell"),
+    ({"vary": {"decode.temp": [0, 0.0]}}, r"vary: decode.temp: 0 and 0.0 are the same cell"),
+    ({"vary": {"train.run.log_every": [1, 2]}}, r"vary: train.run.log_every: 1 and 2 are the same cell"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), UNFIT)
+def test_what_target_or_drafter_cannot_do_is_refused_before_anything_is_written(write, tmp_path, changes, message):
+    for dry in (["--dry-run"], []):
+        assert_one_error(invoke("ablate", write(**changes), *dry), message)
+    assert not (tmp_path / "study").exists()
 
 
 def test_a_study_without_a_recipe_decodes_what_is_there(make):

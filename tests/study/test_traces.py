@@ -65,11 +65,15 @@ def test_quantities_are_those_counted_by_hand(by_hand):
     assert survival.position.tolist() == [1, 2, 3]
     assert survival.blocks.tolist() == [4, 4, 3]
     assert survival.survival.tolist() == pytest.approx([3 / 4, 3 / 4, 1 / 3])
+    assert survival.low.notna().all()
+    alone = t.survival(tables.drafts[tables.drafts.request == 0])
+    assert alone.low.isna().all()  # one request says nothing of others
+    assert alone.high.isna().all()
     assert survival.acceptance.tolist() == pytest.approx([3 / 4, 1, 1 / 2])
     assert t.acceptance_counts(tables.blocks).tolist() == [1, 0, 1, 2]
     assert t.time_by_part(tables.blocks).to_dict() == {
         **{"prefill": 2.0, "draft": 1.0, "verify": 2.0, "rewind": 0.5},
-        **{"plain": 0.5, "host": 0.5},
+        **{"plain": 0.5, "threads": 0.0, "host": 0.5},
     }
 
 
@@ -149,4 +153,4 @@ def test_without_pandas_the_extra_is_named(monkeypatch, by_hand):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(DFlashError) as error:
         t.read_traces(by_hand)
-    refused(error, "pandas", "dflash-research[study]")
+    refused(error, "pandas", "pip install '.[study]'")

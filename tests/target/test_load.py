@@ -5,7 +5,8 @@ import logging
 
 import mlx.core as mx
 import pytest
-from support.models import STOP, byte_tokenizer, qwen3_model, save_target
+from support.errors import refused
+from support.models import STOP, byte_tokenizer, qwen3_model, random_drafter, save_target
 
 import dflash
 from dflash import registry
@@ -46,6 +47,14 @@ def test_without_tokenizer_files_token_ids_decode_and_text_is_refused(tmp_path, 
     assert features.shape == (1, 3, 64)
     with pytest.raises(GenerationError, match=r"no tokenizer.*tokenizer\.json"):
         target.build_prompt("hello")
+
+
+def test_a_drafter_in_place_of_the_target_is_told_apart(tmp_path, caplog):
+    dflash.save_drafter(random_drafter(3), tmp_path / "drafter")
+    with pytest.raises(CheckpointError) as error:
+        load_target(tmp_path / "drafter")
+    refused(error, "it is a drafter, not a target")
+    assert caplog.text == ""
 
 
 def test_a_tokenizer_is_loaded_with_its_stop_tokens(folder):

@@ -27,6 +27,22 @@ def test_export_writes_best_or_last_and_refuses_what_is_no_run(undisturbed, tmp_
         assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
 
 
+def test_a_card_names_what_has_a_name(undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "push", lambda folder, name: name)
+    named = ["--target-name", "org/one", "--push", "me/drafter"]
+    assert invoke("export", undisturbed, tmp_path / "out", *named).exit_code == 0
+    card = (tmp_path / "out/README.md").read_text()
+    assert "base_model: org/one\n" in card
+    assert "# A DFlash drafter for org/one\n" in card
+    assert "--target org/one --drafter me/drafter\n```\n\n## Measured" in card
+    assert "target: org/one\n" in card
+    results = {"acceptance_by_position": [], "acceptance_length": 1.0, "blocks": 1, "step": 1}
+    recorded, config = export.recorded_recipe(undisturbed), load_drafter(undisturbed / "drafter").config
+    for found, words in (({}, "up to 2 heldout prompts"), ({"prompts": 1}, "of 1 heldout prompt,")):
+        assert words in export.card(recorded, config, results | found)  # older runs do not say how many were decoded
+    assert "--target bundled --drafter" in export.card(recorded | {"target": "bundled"}, config, None)
+
+
 def test_export_overwrites_a_drafter_and_nothing_else(undisturbed, tmp_path):
     for _ in range(2):
         assert invoke("export", undisturbed, tmp_path).exit_code == 0

@@ -1,7 +1,11 @@
 """A recipe for any target: complete, valid, commented, and small enough for the machine."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from dflash import load_target
+from dflash.adapters.qwen import QwenAdapter
 from dflash.errors import TrainingError
 from dflash.training import new_recipe
 from dflash.training.new_recipe import as_yaml, propose_recipe
@@ -36,9 +40,38 @@ def test_layers_lengths_and_mask_are_those_of_target_and_data(proposal):
 
 def test_it_trains_as_it_is(proposal, folder):
     text = as_yaml(proposal)
-    short = ["run.steps=1", "run.batches_per_step=1", "run.evaluate_prompts=1", "run.evaluate_tokens=4"]
+    short = ["run.evaluate_prompts=1", "run.evaluate_tokens=4"]
     train(from_yaml(Recipe, text, "there", short))
     assert (folder / "proposed" / "drafter" / "model.safetensors").exists()
+
+
+def test_what_is_set_is_known_before_the_rest_is_proposed(folder, monkeypatch):
+    width = load_target(folder / "target").hidden_size
+    monkeypatch.setattr(
+        QwenAdapter, "config", property(lambda self: SimpleNamespace(hidden_size=width, vocab_size=264))
+    )
+    target, given = str(folder / "target"), ["drafter.num_attention_heads=4", "data.max_blocks_per_batch=64"]
+    with pytest.raises(TrainingError, match="gives no intermediate_size, num_key_value_heads; set drafter"):
+        propose_recipe(target, overrides=given)
+    found = propose_recipe(target, overrides=[*given, "drafter.intermediate_size=32", "drafter.num_key_value_heads=2"])
+    assert (found.recipe.drafter.num_attention_heads, found.recipe.data.max_blocks_per_batch) == (4, 64)
+    assert "data.max_blocks_per_batch" not in found.reasons
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(None, (1, 3)), (7, (1, 4)), (40, (4, 20)), (3000, (10, 1000))])
+def test_a_short_run_logs_and_evaluates_on_the_way_and_little_data_is_warned_of(folder, caplog, steps, expected):
+    given = [] if steps is None else [f"run.steps={steps}"]
+    run = propose_recipe(str(folder / "target"), folder / "data", overrides=given).recipe.run
+    assert (run.log_every, run.evaluate_every) == expected
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == "The data makes 6 steps in 6 epochs: so little data teaches a drafter little."
+
+
+def test_data_for_less_than_a_step_makes_a_smaller_step(folder):
+    given = ["data.batch_tokens=100000", "data.max_blocks_per_batch=100000"]
+    found = propose_recipe(str(folder / "target"), folder / "data", overrides=given)
+    assert found.recipe.run.batches_per_step == 6
+    assert found.reasons["run.batches_per_step"] == "the data makes 6 in 6 epochs"
 
 
 def test_less_memory_means_fewer_blocks_at_once_in_as_large_steps(folder, monkeypatch):

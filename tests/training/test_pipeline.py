@@ -1,6 +1,8 @@
 """``dflash fit``: from a target alone to its drafter; stopped after any stage, it continues to the same drafter."""
 
+import json
 import re
+import shutil
 
 import pytest
 from support.cli import assert_one_error, invoke
@@ -95,6 +97,32 @@ def test_own_requests_take_the_place_of_made_up_ones(target, tmp_path, caplog):
     assert stages(caplog.text) == ["responses", "recipe", "training", "export"]
     assert not (tmp_path / "out/prompts.jsonl").exists()
     assert "Stage responses to 7 requests" in caplog.text
+
+
+def test_a_folder_of_something_else_or_of_another_target_is_refused(undisturbed, tmp_path):
+    target, out = undisturbed
+    assert fit(target, out, "--count", 12).exit_code == 0
+    assert_one_error(fit(out / "run", out), r"belongs to the target \S+target\S*, not \S+run; choose a new folder")
+    for made in ("run", "no-plan"):
+        shutil.copytree(out / ("run" if made == "run" else ""), tmp_path / made)
+    (tmp_path / "no-plan/recipe.yaml").unlink()
+    for made in ("run", "no-plan"):
+        before = tree(tmp_path / made)
+        assert_one_error(fit(target, tmp_path / made), "was not made by dflash fit: it holds a run or a drafter")
+        assert tree(tmp_path / made) == before
+
+
+def test_a_target_with_code_of_its_own_is_fitted_where_it_is_trusted(target, tmp_path):
+    shutil.copytree(target, tmp_path / "odd")
+    config = json.loads((target / "config.json").read_text())
+    (tmp_path / "odd/config.json").write_text(json.dumps(config | {"model_file": "odd.py"}))
+    (tmp_path / "odd/odd.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs\n")
+    own = write_lines(tmp_path / "own.jsonl", *(f'{{"prompt": "Say {i}"}}' for i in range(9)))
+    args = [tmp_path / "odd", tmp_path / "out", "--prompts", own]
+    assert_one_error(fit(*args), "--trust-remote-code on the command line")
+    result = fit(*args, "--trust-remote-code")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("--trust-remote-code\n")
 
 
 def test_mistakes_are_one_line_of_error(target, tmp_path):

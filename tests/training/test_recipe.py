@@ -70,6 +70,12 @@ def test_a_wrong_setting_is_one_line_before_any_model_loads(folder, monkeypatch,
     assert_one_error(answer, re.escape(message))
 
 
+def test_a_study_in_place_of_a_recipe_is_told_apart_and_a_missing_file_by_its_kind(tmp_path):
+    (tmp_path / "mine.yaml").write_text("folder: out\nvary: {decode.block_size: [4, 8]}\n")
+    assert_one_error(invoke("train", tmp_path / "mine.yaml"), r"this looks like a study: dflash ablate \S+mine\.yaml")
+    assert_one_error(invoke("ablate", "nosuch.yaml"), r"Cannot read the study nosuch\.yaml: No such file")
+
+
 def test_overrides_are_yaml_values_and_numbers_may_be_written_with_exponents(folder):
     values = recipe(
         folder, "x", "optimizer.learning_rate=3e-4", "drafter.target_layer_ids=[1, 3]", "run.max_loss_spike=null"

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import yaml
 from support.cli import assert_one_error, invoke
 from support.conversations import write_lines
 from support.models import plain_greedy
@@ -39,7 +40,9 @@ def test_the_finished_drafter_loads_in_the_published_format_and_decodes_the_targ
     card = (undisturbed / "drafter" / "README.md").read_text()
     assert "Acceptance length" in card
     assert "learning_rate: 0.0006" in card
-    assert "--target target --drafter drafter" in card
+    assert "# A DFlash drafter for the target in `target`\n" in card
+    assert "--target TARGET --drafter DRAFTER\n```\n\nTARGET is the target's folder, DRAFTER is this folder.\n" in card
+    assert "greedy decoding of 2 heldout prompts, up to 8 tokens each" in card
     assert str(folder) not in card
 
 
@@ -61,12 +64,15 @@ def test_the_loss_falls(folder):
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_the_same_recipe_again_does_nothing_more(undisturbed, folder):
+def test_the_same_recipe_again_does_nothing_more_and_says_that_it_is_finished(undisturbed, folder, caplog):
+    caplog.set_level("INFO")
     before = result(undisturbed), (undisturbed / "log.jsonl").read_text()
     (undisturbed / "drafter" / ".model-12345678.safetensors").write_bytes(b"half")  # by a killed process
     train(recipe(folder, "undisturbed"))
     assert (result(undisturbed), (undisturbed / "log.jsonl").read_text()) == before
     assert {p.name for p in (undisturbed / "drafter").iterdir()} == {"model.safetensors", "config.json", "README.md"}
+    assert "undisturbed is finished: all 8 steps are done." in caplog.text
+    assert "Continuing" not in caplog.text
 
 
 def test_gradient_checkpointing_of_the_recipe_reaches_the_loss_and_changes_no_weights(undisturbed, folder, monkeypatch):
@@ -186,6 +192,14 @@ def test_a_missing_dataset_is_one_line(folder):
     assert "dflash prepare" in answer.stderr
 
 
+@pytest.mark.parametrize("setting", ["drafter.options={a: 1}", "drafter.mask_token=none"])
+def test_a_run_that_was_refused_leaves_no_folder(folder, setting):
+    answer = invoke("train", write_recipe(folder), "--set", f"run.folder={folder / 'refused'}", "--set", setting)
+    assert answer.exit_code == 1
+    assert "no option 'a'" in answer.stderr or "no token 'none'" in answer.stderr
+    assert not (folder / "refused").exists()
+
+
 @pytest.mark.parametrize("place", ["/proc/x", "file", "file/run"])
 def test_a_run_folder_that_cannot_be_written_to_is_one_line(folder, tmp_path, place, monkeypatch):
     monkeypatch.setattr("dflash.training.train.load_target", None)
@@ -230,7 +244,12 @@ def test_a_run_starts_from_given_weights(undisturbed, folder):
     before, after = (mx.load(str(run / "drafter" / "model.safetensors")) for run in (undisturbed, folder / "tuned"))
     assert before.keys() == after.keys()
     assert all(mx.array_equal(weight, after[name]) for name, weight in before.items())
-    assert str(folder) not in (folder / "tuned" / "drafter" / "README.md").read_text()
+    card = (folder / "tuned" / "drafter" / "README.md").read_text()
+    assert str(folder) not in card
+    shown = yaml.safe_load(card.partition("```yaml\n")[2].partition("```")[0])["drafter"]
+    config = dflash.load_drafter(folder / "tuned" / "drafter").config
+    assert (shown["from"], shown["block_size"]) == ("drafter", 4)
+    assert (shown["num_hidden_layers"], shown["head_dim"]) == (config.num_hidden_layers, config.head_dim)
 
 
 def test_elastic_blocks_are_trained_at_every_length(undisturbed, folder, monkeypatch):
@@ -330,7 +349,7 @@ def test_a_run_folder_of_another_recipe_or_other_data_is_refused(undisturbed, fo
 
 def test_a_run_that_a_loss_spike_stopped_goes_on_with_a_greater_limit(folder):
     short = "run.steps=20", "run.evaluate_every=100"
-    with pytest.raises(TrainingError, match=r"more than 1 times .* raise run.max_loss_spike"):
+    with pytest.raises(TrainingError, match=r"max_loss_spike 1 sets .* raise run.max_loss_spike"):
         train(recipe(folder, "exploding", *short, "run.max_loss_spike=1.0000001"))
     train(recipe(folder, "exploding", *short, "run.max_loss_spike=null"))
     assert read_log(folder / "exploding")[-1]["step"] == 20

@@ -100,8 +100,10 @@ def test_batches_in_threads_give_the_weights_of_batches_in_turns(batches, tmp_pa
 
 def test_a_size_that_no_config_gives_must_be_in_the_recipe():
     target = LoadedTargetModel(small.build("mamba2"))
-    with pytest.raises(TrainingError, match=r"set drafter.num_attention_heads in the recipe"):
+    with pytest.raises(TrainingError, match=r"gives no num_attention_heads, num_key_value_heads; set drafter\.num_att"):
         new_drafter(DrafterShape(mask_token=1), target)
+    given = DrafterShape(mask_token=1, num_attention_heads=4, num_key_value_heads=2)
+    assert new_drafter(given, target).config.num_key_value_heads == 2
 
 
 def test_a_drafter_embeds_as_its_target_does():

@@ -131,6 +131,15 @@ def change_split(folder: Path, rule: HeldoutRule) -> dict[str, Any]:
         return write_manifest(folder, manifest, rule)
 
 
+def require_only_a_dataset(folder: Path) -> None:
+    """Raise :class:`~dflash.errors.DataError` if ``folder`` has no plan of a dataset, but other files."""
+    others = [] if (folder / PLAN).exists() else sorted(path.name for path in folder.glob("[!.]*"))
+    if {MANIFEST, SHARDS, *SPLITS} & set(others):
+        raise DataError(f"{folder} holds a dataset without its {PLAN}; choose an empty folder.")
+    if others:
+        raise DataError(f"{folder} holds other files, such as {others[0]!r}; choose an empty folder for the dataset.")
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove what a killed process was writing: files under temporary names."""
     for name in (".plan-*.json", ".manifest-*.json", f"{SHARDS}/.[0-9]*-*.safetensors", f"{SHARDS}/.[0-9]*-*.jsonl"):

@@ -29,13 +29,13 @@ from .dataset import (
     FORMAT,
     MANIFEST,
     PLAN,
-    SHARDS,
     VERSION,
     Example,
     read_description,
     read_manifest,
     read_shard,
     remove_unfinished,
+    require_only_a_dataset,
     shard_path,
     text_path,
     tokenizer_fingerprint,
@@ -45,7 +45,7 @@ from .dataset import (
 from .plan import SHORTEST_RESPONSE, Plan, PrepareSettings, make_plan
 from .responses import answer_rows, require_batches
 from .sequences import Ints
-from .split import SPLITS, HeldoutRule, opening_digest
+from .split import HeldoutRule, opening_digest
 
 __all__ = ["HeldoutRule", "PrepareSettings", "prepare"]
 
@@ -65,11 +65,12 @@ def prepare(
     ``heldout`` decides which conversations are kept for evaluation, ``None`` as it was decided before or, in a new
     dataset, by the rule's defaults; it can change without the target writing again.
 
-    Raises :class:`~dflash.errors.DataError` if the folder holds a dataset of other settings, conversations or
-    another target, if nothing is left to train on, or if the folder cannot be written, and
+    Raises :class:`~dflash.errors.DataError` if the folder holds other files, or a dataset of other settings,
+    conversations or another target, if nothing is left to train on, or if the folder cannot be written, and
     :class:`~dflash.errors.DFlashError` if another process is writing to it.
     """
     settings.decoding.check_vocabulary(target.vocab_size)
+    require_only_a_dataset(folder)
     with _writing_to(folder), exclusive_lock(folder):
         tempfile.TemporaryFile(dir=folder).close()  # hours later would be a bad time to find out
         return _prepare(conversations, target, settings, folder, source, heldout)
@@ -128,8 +129,6 @@ def _start(folder: Path, description: dict[str, Any]) -> None:
                 "Give the same command as then to continue it, or choose an empty folder."
             )
         remove_unfinished(folder)
-    elif any((folder / name).exists() for name in (MANIFEST, SHARDS, *SPLITS)):
-        raise DataError(f"{folder} holds a dataset without its {PLAN}; choose an empty folder.")
     else:
         write_json(path, description)
         remove_unfinished(folder)

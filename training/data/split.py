@@ -25,8 +25,10 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 class HeldoutRule:
     """Hold out the lowest ``percent`` of all possible digests, and at least ``at_least`` conversations.
 
-    The conversations that fill up to ``at_least`` are those with the next digests; some always remain to train on.
-    A ``percent`` of 0 holds out none. Raises :class:`~dflash.errors.DataError` for values out of range.
+    The conversations that fill up to ``at_least`` are those with the next digests, but never all: of one conversation
+    none is held out for its sake. A ``percent`` of 0 holds out none.
+
+    Raises :class:`~dflash.errors.DataError` for values out of range.
     """
 
     percent: float = 1.0

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel, load_drafter
+from dflash.adapters.base import DRAFTER_SIZES
 from dflash.drafters.config import spread_layer_ids
 from dflash.drafters.kinds import drafter_class, kind_of
 from dflash.errors import TrainingError, did_you_mean
@@ -34,21 +35,18 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
     if shape.from_ is not None:
         return _existing(shape, target).config
     config = target.adapter.config
-
-    def size(name: str) -> int:
-        value = getattr(shape, name) or getattr(config, name, None)
-        if not isinstance(value, int):
-            raise TrainingError(f"The target's config gives no {name}; set drafter.{name} in the recipe.")
-        return value
-
-    heads = size("num_attention_heads")
-    values: dict[str, Any] = {
+    sizes: dict[str, Any] = {name: getattr(shape, name) or getattr(config, name, None) for name in DRAFTER_SIZES}
+    if missing := [name for name, size in sizes.items() if not isinstance(size, int)]:
+        wanted = ", ".join(f"drafter.{name}" for name in missing)
+        raise TrainingError(
+            f"The target's config gives no {', '.join(missing)}; set {wanted} in the recipe, or by --set "
+            f"{wanted.partition(',')[0]}=N."
+        )
+    head_dim = getattr(config, "head_dim", None) or target.hidden_size // sizes["num_attention_heads"]
+    values: dict[str, Any] = sizes | {
         "hidden_size": target.hidden_size,
-        "intermediate_size": size("intermediate_size"),
         "num_hidden_layers": shape.num_hidden_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": size("num_key_value_heads"),
-        "head_dim": shape.head_dim or getattr(config, "head_dim", None) or target.hidden_size // heads,
+        "head_dim": shape.head_dim or head_dim,
         "num_target_layers": target.num_layers,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": shape.vocabulary,
@@ -146,8 +144,9 @@ def _trainable_class(kind: str) -> type[Any]:
     return found
 
 
-_SHAPE = ("num_hidden_layers", "block_size", "target_layer_ids", "intermediate_size", "num_attention_heads",
-          "num_key_value_heads", "head_dim", "rope_theta")  # fmt: skip
+SHAPE = ("num_hidden_layers", "block_size", "target_layer_ids", "intermediate_size", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "rope_theta")  # fmt: skip
+"""Settings of a drafter's shape that its config has too, by the same names."""
 
 
 def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftModel:
@@ -162,8 +161,8 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
     elif shape.options:
         raise TrainingError(f"drafter.options are those of {shape.from_}; remove drafter.options, or drafter.from.")
     config = model.config
-    asked = {name: getattr(shape, name) for name in _SHAPE} | {"kind": shape.kind}
-    there = {name: getattr(config, name) for name in _SHAPE} | {"kind": kind}
+    asked = {name: getattr(shape, name) for name in SHAPE} | {"kind": shape.kind}
+    there = {name: getattr(config, name) for name in SHAPE} | {"kind": kind}
     if shape.mask_token is not None:
         asked["mask_token"], there["mask_token"] = mask_token_id(shape.mask_token, target), config.mask_token_id
     asked["vocabulary"], there["vocabulary"] = shape.vocabulary, config.draft_vocab_size

@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from dflash import DFlashDraftModel
+from dflash.errors import TrainingError
 
 from .attention import block_attention
 from .forward import BlockAttention, draft_hidden
@@ -62,7 +63,8 @@ def drafter_loss(
     that of the weights; ``attention`` and ``grad_checkpoint`` are as in
     :func:`~dflash.training.drafters.forward.draft_hidden`.
 
-    Raises ``ValueError`` for such an objective without what it needs.
+    Raises ``ValueError`` for such an objective without what it needs, and :class:`~dflash.errors.TrainingError` for one
+    that does not return a loss for each prediction.
     """
     blocks = _BlockPredictions.of(model, batch, objective, head, dtype, attention, grad_checkpoint)
     head_weights = {name: model[name].trainable_parameters() for name in model.head_modules if name in model}
@@ -214,6 +216,11 @@ class _BlockPredictions:
 
     def scored(self, predictions: Predictions, hidden_CE: mx.array, previous_C: mx.array, *_: mx.array) -> mx.array:
         losses_C = self.objective.losses(predictions)
+        if losses_C.shape != predictions.tokens_T.shape:
+            raise TrainingError(
+                f"The objective {self.objective.kind!r} returns an array of shape {list(losses_C.shape)}; expected one "
+                f"loss for each prediction, {list(predictions.tokens_T.shape)}."
+            )
         added_C = self.model.auxiliary_losses(hidden_CE, previous_C, predictions)
         return losses_C if added_C is None else losses_C + self.objective.auxiliary_weight * added_C
 

@@ -17,7 +17,6 @@ import mlx.core as mx
 
 from dflash.cpu_math import cross_entropy, logsumexp, softmax
 from dflash.drafters.trainable import Predictions as Predictions
-from dflash.errors import did_you_mean
 from dflash.registry import Registry
 
 from ..settings import Checked, SettingsError, setting
@@ -145,7 +144,7 @@ class ObjectiveSettings(Checked):
         super().__post_init__()
         objective = OBJECTIVES.find(self.kind)
         if objective is None:
-            raise SettingsError(f"kind is {self.kind!r}; {did_you_mean(self.kind, OBJECTIVES.all())}")
+            raise SettingsError(f"kind is {self.kind!r}; {OBJECTIVES.advice(self.kind)}")
         try:
             inspect.signature(objective.losses).bind(None, **self._options)
         except TypeError as error:

@@ -126,14 +126,19 @@ class _Step:
 def _check_losses(
     values: list[float], recent: Sequence[float], max_loss_spike: float | None, names: list[str], step: int
 ) -> None:
-    """Raise :class:`TrainingError` naming the first batch whose loss is not finite, or far above the recent ones."""
-    median = statistics.median(list(recent)[-RECENT:]) if len(recent) >= _ENOUGH else math.inf
-    limit = math.inf if max_loss_spike is None else max_loss_spike * median
+    """Raise :class:`TrainingError` naming the first batch whose loss is not finite, or far above the recent ones.
+
+    The limit is a multiple of their median; where it is not positive, as far above it as that many of their size are.
+    """
+    known = list(recent)[-RECENT:] if len(recent) >= _ENOUGH else [math.inf]
+    median, size = statistics.median(known), statistics.median(map(abs, known))
+    limit = math.inf if max_loss_spike is None else median + (max_loss_spike - 1) * size
     for value, name in zip(values, names, strict=True):
         if not math.isfinite(value):
             raise TrainingError(f"The loss is {value} at step {step + 1}, in {name}. {ADVICE}")
         if value > limit:
             raise TrainingError(
-                f"The loss is {value:.4g} at step {step + 1}, in {name}: more than {max_loss_spike:g} times the "
-                f"recent median {median:.4g}. {ADVICE} To accept the loss, raise run.max_loss_spike."
+                f"The loss is {value:.4g} at step {step + 1}, in {name}: over the limit of {limit:.4g}, which "
+                f"run.max_loss_spike {max_loss_spike:g} sets from the recent median {median:.4g}. {ADVICE} To accept "
+                "the loss, raise run.max_loss_spike."
             )

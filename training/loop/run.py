@@ -80,7 +80,9 @@ class Run:
         self.begun, losses = _all_start_alike(ranks, model, self.optimizer, begun)
         self.recent = deque(losses, maxlen=max(RECENT, settings.log_every))
         self.clock = Clock(self._seconds_before(), settings.steps - self.begun, self._evaluations_left(self.begun))
-        if self.begun:
+        if self.begun == settings.steps:
+            logger.info("%s is finished: all %d steps are done.", folder, self.begun)
+        elif self.begun:
             logger.info("Continuing %s at step %d of %d.", folder, self.begun, settings.steps)
 
     def numbers(self, step: int) -> range:

@@ -23,7 +23,9 @@ class LoopSettings(Checked):
     checkpoint_every: int = setting(200, "steps between two checkpoints", above=0)
     evaluate_every: int = setting(1000, "steps between two evaluations", above=0)
     max_loss_spike: float | None = setting(
-        20.0, "a loss of more than this many times the recent median stops the run; null: never", above=1
+        20.0,
+        "a loss over this many times the recent median, or as far above one below 0, stops the run; null: never",
+        above=1,
     )
 
 

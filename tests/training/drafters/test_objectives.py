@@ -12,6 +12,7 @@ from support.dense_loss import VOCAB, dense_logits, drafter, pack_of_three, pad_
 from support.runs import write_recipe
 
 from dflash import load_drafter
+from dflash.errors import TrainingError
 from dflash.training.drafters.loss import drafter_loss, score
 from dflash.training.drafters.objectives import (
     OBJECTIVES,
@@ -112,6 +113,15 @@ def test_an_objective_of_a_plug_in_trains_by_its_name_and_options():
         ObjectiveSettings("first_only", options={"upto": 1, "up": 1})
     with pytest.raises(SettingsError, match=r"options do not fit the objective 'first_only': missing .*'upto'"):
         ObjectiveSettings("first_only")
+
+
+def test_an_objective_that_gives_one_loss_for_all_predictions_is_refused():
+    register_objective("scalar")(lambda predictions: token_cross_entropy(predictions).mean())
+    message = (
+        r"^The objective 'scalar' returns an array of shape \[\]; expected one loss for each prediction, \[\d+\]\.$"
+    )
+    with pytest.raises(TrainingError, match=message):
+        drafter_loss(drafter(), pad_documents(pack_of_three()), ObjectiveSettings("scalar"))
 
 
 PLUGIN = """

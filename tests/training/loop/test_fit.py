@@ -12,7 +12,7 @@ from support.runs import read_log
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash.errors import TrainingError
-from dflash.training.loop.fit import FitSettings, fit
+from dflash.training.loop.fit import FitSettings, _check_losses, fit
 from dflash.training.loop.optimizer import AdamWSettings, MuonSettings
 
 
@@ -91,7 +91,7 @@ def test_accumulated_batches_give_the_weights_of_batches_side_by_side(tmp_path):
         np.testing.assert_allclose(results[0], weights, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("factor", "message"), [(float("nan"), "loss is nan"), (1e4, "more than 5 times the")])
+@pytest.mark.parametrize(("factor", "message"), [(float("nan"), "loss is nan"), (1e4, "max_loss_spike 5 sets")])
 def test_a_bad_loss_names_its_batch_and_keeps_the_checkpoint_before_it(tmp_path, factor, message):
     settings = FitSettings(steps=30, batches_per_step=2, checkpoint_every=1, max_loss_spike=5.0)
     with pytest.raises(TrainingError, match=message) as error:
@@ -100,6 +100,16 @@ def test_a_bad_loss_names_its_batch_and_keeps_the_checkpoint_before_it(tmp_path,
     arrays, metadata = mx.load(str(tmp_path / "state.safetensors"), return_metadata=True)
     assert metadata["step"] == "20"
     assert all(np.isfinite(np.array(a)).all() for a in arrays.values())
+
+
+@pytest.mark.parametrize("median", [2.0, -9.0, 0.0])
+def test_how_far_a_loss_is_above_the_recent_ones_does_not_depend_on_their_sign(median):
+    recent = [median - 0.5, median + 0.5] * 16  # of the size 0.5 around 0
+    size = max(abs(median), 0.5)
+    for value in (median - 0.3, median - 1000, median + 3.9 * size):
+        _check_losses([value], recent, 5.0, ["batch 0"], 40)
+    with pytest.raises(TrainingError, match=f"from the recent median {median:.4g}"):
+        _check_losses([median + 4.1 * size], recent, 5.0, ["batch 0"], 40)
 
 
 def test_weights_that_are_no_longer_finite_end_the_run_with_the_checkpoint_before_them(tmp_path):

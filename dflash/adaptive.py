@@ -108,7 +108,7 @@ class Adaptive(Policy):
         tokens = source.last_tokens(block)
         seconds = source.drafting.expected(block.drafted) + source.costs.expected(block.verified)
         source.usual.add(tokens, seconds)
-        plain = source.costs.expected(PLAIN) if source.costs.tried(PLAIN) else source.costs.hoped(PLAIN)
+        plain = source.costs.plain_step()
         self._credit.add_block((block.accepted + 1) * plain - seconds, (block.accepted + 1) * plain)
         source.recent.add(*source.best(block, plain))
         if source.recent.tokens_per_second * plain >= 1:

@@ -77,6 +77,15 @@ class BlockCosts:
         deviation = math.sqrt(max(self._covariance[i, i], 0.0))
         return math.exp(self._known_mean()[i] - max(deviation - self.familiar, 0.0))
 
+    def plain_step(self) -> float:
+        """Seconds of a plain step; hopefully, as long as none was observed.
+
+        No more than those of a block, which does more: where one seems quicker, plain steps were observed while the
+        machine was slow.
+        """
+        own = self.expected(PLAIN) if self.tried(PLAIN) else self.hoped(PLAIN)
+        return min(own, *(self.expected(i - 1) for i in self._tried))
+
     def seconds(self) -> dict[int, float]:
         """Expected seconds of every length, :data:`PLAIN` too; nothing before anything was observed."""
         return {} if self._mean is None else {i - 1: math.exp(x) for i, x in enumerate(self._mean)}

@@ -289,6 +289,14 @@ def test_costs_of_one_length_tell_of_the_others():
     assert costs.expected(0) > 0.013
 
 
+def test_a_plain_step_takes_no_longer_than_a_block_whenever_it_was_observed():
+    costs = BlockCosts()
+    for drafts, seconds in [(1, 0.05)] * 10 + [(PLAIN, 0.09)] * 4 + [(1, 0.05)] * 4:  # the machine was slow meanwhile
+        costs.observe(drafts, seconds)
+    assert costs.expected(PLAIN) > 0.06
+    assert costs.plain_step() == pytest.approx(0.05, rel=0.05)
+
+
 def test_one_slow_block_is_soon_forgotten():
     costs = BlockCosts()
     for seconds in [0.03] * 20 + [0.3] + [0.03] * 3:

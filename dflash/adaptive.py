@@ -109,7 +109,8 @@ class Adaptive(Policy):
         seconds = source.drafting.expected(block.drafted) + source.costs.expected(block.verified)
         source.usual.add(tokens, seconds)
         plain = source.costs.plain_step()
-        self._credit.add_block((block.accepted + 1) * plain - seconds, (block.accepted + 1) * plain)
+        plainly = (block.accepted + 1) * plain
+        self._credit.add_block(plainly - seconds, plainly)
         source.recent.add(*source.best(block, plain))
         if source.recent.tokens_per_second * plain >= 1:
             self._asleep, source.nap = 0, self._first_nap
@@ -167,7 +168,7 @@ RECENT, USUAL = 0.87, 0.95
 """What a block counts in proportion to the next one, in the mean that puts a drafter to sleep and in the long one."""
 
 ENOUGH = 8
-"""Blocks, the older ones counted less, from which it is known whether to wait for the probabilities pays."""
+"""Blocks, the older ones counted less, from which it is known what a wait for the probabilities, or a block, gains."""
 
 BORROWED = 0.5
 """Of what a block gains on average, the part that a text may lose at its beginning."""

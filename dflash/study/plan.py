@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..drafters.checkpoint import load_drafter
-from ..drafters.ngram import NAME as NGRAM
+from ..drafters.combined import PREFIX as COMBINED
 from ..errors import DataError, DFlashError, GenerationError, did_you_mean, one_line
 from ..files import read_json
 from ..generate import PAIR
@@ -201,9 +201,8 @@ def _own_block_size(drafter: str, bits: int | None, window: int | None) -> int:
 
 def drafter_source(name: str) -> str | Path:
     """What :func:`~dflash.load_drafter` takes for the drafter that a study calls ``name``."""
-    combined = f"{NGRAM}+"
-    if name.startswith(combined):
-        return f"{combined}{drafter_source(name.removeprefix(combined))}"
+    if name.startswith(COMBINED):
+        return f"{COMBINED}{drafter_source(name.removeprefix(COMBINED))}"
     return PAIR / "drafter" if name == BUNDLED else name
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from ..errors import DFlashError, did_you_mean
 from ..generate import PAIR
 from ..request import GREEDY_BELOW, DecodeOptions, decode_options
+from ..target.load import BUNDLED
 from ..training.recipe import Recipe, bundled_recipes
 from ..training.settings import (
     Checked,
@@ -32,7 +33,7 @@ from ..training.settings import (
 )
 from ..values import require_count
 
-BUNDLED, TRAINED = "bundled", "trained"
+TRAINED = "trained"
 MAX_TOKENS = 256
 DRAFTER_SETTINGS = ("drafter", "block_size", "draft_bits", "draft_window")
 """Settings of decoding that are no field of :class:`~dflash.DecodeOptions`: who drafts."""

@@ -87,6 +87,7 @@ class Report:
             "plain_tps": overall_tps(result.plain),
             "dflash_tps": overall_tps(result.dflash),
             "ratio": spread(result.ratios),
+            "request_ratio": spread(result.request_ratios),
             "acceptance_length": acceptance_length(result.dflash),
             "committed": [run.committed for run in result.dflash],
             "drafted": [run.drafted for run in result.dflash],
@@ -146,6 +147,7 @@ class Report:
             f"tokens/s     plain mlx_lm {_number(total['plain_tps'], 1)}, DFlash {_number(total['dflash_tps'], 1)}, "
             f"ratio of the totals {_number(total['overall_ratio'], 2)}",
             f"ratio        {_spread(total['ratio'])} (median, least to greatest over prompts and runs)",
+            f"with prompt  {_spread(total['request_ratio'])} (the same for whole requests, their prompts included)",
             f"acceptance   {_number(total['acceptance_length'], 2)} tokens per block",
             f"tokens are   {self.overall_identity()}",
         ]
@@ -206,7 +208,7 @@ def render_several(reports: Mapping[str, Report]) -> RenderableType:
 def _totals(heading: str, reports: Mapping[str, Report]) -> Table:
     """A row of totals for each report."""
     totals = Table(heading, box=None, pad_edge=False)
-    for name in ("prompts", "tok/s", "ratio of the totals", "ratio", "accepted", "correct"):
+    for name in ("prompts", "tok/s", "ratio of the totals", "ratio", "with prompt", "accepted", "correct"):
         totals.add_column(name, justify="right")
     totals.add_column("tokens are")
     for name, report in reports.items():
@@ -218,6 +220,7 @@ def _totals(heading: str, reports: Mapping[str, Report]) -> Table:
             _number(total["dflash_tps"], 1),
             _number(total["overall_ratio"], 2) + (f" of {limit.speedup:.2f}" if limit else ""),
             _spread(total["ratio"]),
+            _spread(total["request_ratio"]),
             _number(total["acceptance_length"], 2),
             f"{correct['dflash']} of {correct['of']}" if correct else "-",
             report.overall_identity(),

@@ -63,6 +63,8 @@ class Run:
         committed: Tokens that each block committed, those after a stop token left out; empty for plain decoding.
         drafted: Tokens that each block drafted.
         accepted: Drafts that each block accepted.
+        request_seconds: Time of the whole request, its prompt included. A side that computes its second token before
+            it hands over the first, as ``mlx_lm`` does, has that pass in here alone.
     """
 
     tokens: list[int]
@@ -71,11 +73,17 @@ class Run:
     committed: list[int]
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    request_seconds: float = 0.0
 
     @property
     def tps(self) -> float | None:
         """Tokens after the first per second since the first; ``None`` where there is only one."""
         return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 and self.seconds > 0 else None
+
+    @property
+    def request_tps(self) -> float | None:
+        """All tokens per second since the request; ``None`` where nobody timed it."""
+        return len(self.tokens) / self.request_seconds if self.request_seconds > 0 else None
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,16 @@ class PromptResult:
     @property
     def ratios(self) -> list[float]:
         """DFlash's speed over plain's, run by run, where both have one."""
-        pairs = zip(self.plain, self.dflash, strict=True)
-        return [d.tps / p.tps for p, d in pairs if p.tps is not None and d.tps is not None]
+        return self._ratios(lambda run: run.tps)
+
+    @property
+    def request_ratios(self) -> list[float]:
+        """The same for whole requests."""
+        return self._ratios(lambda run: run.request_tps)
+
+    def _ratios(self, speed: Callable[[Run], float | None]) -> list[float]:
+        pairs = [(speed(p), speed(d)) for p, d in zip(self.plain, self.dflash, strict=True)]
+        return [dflash / plain for plain, dflash in pairs if plain is not None and dflash is not None]
 
 
 def plain_side(
@@ -142,7 +158,7 @@ def time_side(side: Side, prompt: list[int], show: Callable[[str], object] | Non
     """Let ``side`` answer and take the time; ``show`` gets the text piece by piece."""
     mx.synchronize(generation_stream)  # plain decoding leaves one step more than it needs in flight
     steps: list[Step] = []
-    first = now = time.perf_counter()
+    began = first = now = time.perf_counter()
     for step in side(prompt):
         now = time.perf_counter()
         first = first if steps else now
@@ -150,12 +166,9 @@ def time_side(side: Side, prompt: list[int], show: Callable[[str], object] | Non
         if show is not None:
             show(step.text)
     blocks = [(len(s.tokens), *s.block) for s in steps if s.block]
-    return Run(
-        [token for s in steps for token in s.tokens],
-        "".join(s.text for s in steps),
-        now - first,
-        *([block[i] for block in blocks] for i in range(3)),
-    )
+    committed, drafted, accepted = ([block[i] for block in blocks] for i in range(3))
+    tokens, text = [token for s in steps for token in s.tokens], "".join(s.text for s in steps)
+    return Run(tokens, text, now - first, committed, drafted, accepted, now - began)
 
 
 def compare(

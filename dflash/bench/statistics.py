@@ -42,6 +42,7 @@ def summarize(results: Sequence[PromptResult]) -> dict[str, Any]:
         "dflash_tps": dflash_tps,
         "overall_ratio": dflash_tps / plain_tps if plain_tps and dflash_tps else None,
         "ratio": spread([ratio for r in results for ratio in r.ratios]),
+        "request_ratio": spread([ratio for r in results for ratio in r.request_ratios]),
         "acceptance_length": acceptance_length(dflash),
         "identical": sum(r.difference is None for r in results),
     }

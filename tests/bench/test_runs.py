@@ -1,6 +1,7 @@
 """Runs are fair and say who failed: order of turns, identity, sampling, room for the answer."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -9,7 +10,8 @@ from support.bench import PROMPTS, scripted_side
 from support.models import writer
 
 from dflash import DFlashError, bench
-from dflash.bench import DFLASH, PLAIN
+from dflash.bench import DFLASH, PLAIN, runs
+from dflash.bench.report import Report
 
 
 def compared(target, plain, dflash, prompts=PROMPTS, runs=1, **options):
@@ -40,6 +42,27 @@ def test_both_sides_of_a_prompt_answer_with_the_threads_that_were_chosen_before_
     sides = scripted_side("p", [5, 6], calls), scripted_side("d", [5, 6], calls)
     compared(writer("x").loaded_target, *sides, runs=2, threads=Threads())
     assert "".join(calls) == "(pd" + "pddp)" + "(dppd)"
+
+
+def test_a_pass_before_the_first_token_is_time_of_the_whole_request_alone(monkeypatch):
+    """mlx_lm computes its second token before it hands over the first."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def side(before_each: list[float]):
+        def answer(prompt):
+            for token, seconds in enumerate(before_each):
+                clock.now += seconds
+                yield bench.Step([token], "x", (0, 0) if token else None)
+
+        return answer
+
+    plain, dflash = (bench.time_side(side(times), [1]) for times in ([4.0, 1.0, 1.0], [3.0, 2.0, 1.0]))
+    assert (plain.seconds, dflash.seconds, plain.request_seconds, dflash.request_seconds) == (2.0, 3.0, 6.0, 6.0)
+    result = bench.PromptResult(PROMPTS[0], [plain], [dflash], None)
+    assert (result.ratios, result.request_ratios) == ([pytest.approx(2 / 3)], [1.0])
+    total = Report({}, [result], greedy=True).total()
+    assert (total["ratio"]["median"], total["request_ratio"]["median"]) == (pytest.approx(2 / 3), 1.0)
 
 
 def test_several_drafters_take_turns_and_share_the_plain_runs():

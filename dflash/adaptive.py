@@ -28,8 +28,8 @@ class Adaptive(Policy):
     steps, the drafter sleeps: ``first_nap`` tokens, and each time that it wakes in vain twice as many, as long as
     waking costs more than ``share`` of the time. The next text finds it awake, or nearly.
 
-    Before that is known a text may lose at most ``loss`` of its time, and half of what a block gained in the texts
-    before: a drafter that has used this up decodes plainly until it may lose another block.
+    Before that is known a text may lose at most ``loss`` of its time, and at its beginning what a block gained in the
+    texts before: a drafter that has used this up decodes plainly until it may lose another block.
 
     The drafter is asked for as many drafts as paid in the last blocks, by what each draft costs before it is verified:
     of a block-diffusion model nearly all, of a model that writes them one after another only a few.
@@ -170,8 +170,8 @@ RECENT, USUAL = 0.87, 0.95
 ENOUGH = 8
 """Blocks, the older ones counted less, from which it is known what a wait for the probabilities, or a block, gains."""
 
-BORROWED = 0.5
-"""Of what a block gains on average, the part that a text may lose at its beginning."""
+REGAINED = 0.1
+"""Of what a block usually gains, the part that each plain step or block lets a text lose again."""
 
 FURTHER = 0.7
 """What a draft that was not asked for is expected to be worth, in proportion to the one before it."""
@@ -208,7 +208,10 @@ class _Mean:
 
 @dataclass
 class _Credit:
-    """Seconds that blocks may still lose in this text, measured against plain steps."""
+    """Seconds that blocks may still lose in this text, measured against plain steps.
+
+    Where blocks usually gain much, few bad ones say little: so what they may lose grows with it.
+    """
 
     loss: float
     """The share of a text's plain time that it may lose."""
@@ -217,29 +220,32 @@ class _Credit:
     """Seconds that a block gains on plain steps."""
 
     def begin(self) -> None:
-        """A new text begins: what blocks gained before lets it begin badly."""
-        self.seconds = self._borrowed
+        """A new text begins: it may lose what a block usually gains."""
+        self.seconds = self._usual
 
     def add(self, gained: float, plain: float) -> None:
         """Tokens that take ``plain`` seconds without a drafter were committed, and ``gained`` seconds."""
-        self.seconds += gained + self.loss * plain
+        self.seconds += gained + self._allowed(plain)
 
     def add_block(self, gained: float, plain: float) -> None:
         """The same, by a block with drafts."""
         self.gained.add(gained)
         self.add(gained, plain)
         if self.gained.blocks < ENOUGH:  # little is known of the drafter, which must be tried
-            self.seconds = max(self.seconds, self._borrowed)
+            self.seconds = max(self.seconds, self._usual)
 
     def tokens_until(self, at_risk: float, plain: float) -> int:
         """Plain steps, of ``plain`` seconds each, until a block may lose the seconds ``at_risk``."""
         if self.gained.blocks < ENOUGH:
             return 0
-        return max(0, math.ceil((at_risk - self.seconds) / (self.loss * plain)))
+        return max(0, math.ceil((at_risk - self.seconds) / self._allowed(plain)))
+
+    def _allowed(self, plain: float) -> float:
+        return self.loss * plain + REGAINED * self._usual
 
     @property
-    def _borrowed(self) -> float:
-        return BORROWED * max(self.gained.mean, 0.0)
+    def _usual(self) -> float:
+        return max(self.gained.mean, 0.0)
 
 
 @dataclass
@@ -262,6 +268,8 @@ class _Source:
     """Seconds that such a choice costs."""
     judged: bool = False
     """Whether :meth:`judge` has seen the block that is being decoded."""
+    matched: int | None = None
+    """Leading drafts of the last block that were right."""
 
     def expected_tokens(
         self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
@@ -328,6 +336,7 @@ class _Source:
         if not self.judged and self.costs.known:
             self.judge(block.drafted, block.confidence, block.parents)
         self.judged = False
+        self.matched = block.matched
         self.costs.observe(block.verified, block.seconds - (block.drafting or self.drafting.expected(block.drafted)))
         if block.drafting:
             self.drafting.observe(block.drafted, block.drafting)
@@ -358,7 +367,8 @@ class _Source:
     def draft_length(self, most: int) -> int:
         """The number of drafts, 1 to ``most``, that was worth most beyond what drafting them costs."""
         if not self.drafting.known:
-            return self.drafting.trial(most)
+            trial = self.drafting.trial(most)
+            return most if self.matched is None or self.matched > trial else trial  # a trial must not cost right drafts
         known, rate = min(most, len(self.worth) - 1), self.usual.tokens_per_second
         best = max(range(1, known + 1), key=lambda n: self.worth[n] - rate * self.drafting.expected(n), default=known)
         return most if best == known else best

@@ -22,10 +22,14 @@ class BlockCosts:
     walk in between). A common level lets one observation move all: a longer context, a busy machine. A kernel that
     falls off with the distance of two lengths tells of lengths that were not tried, and leaves room for steps, since
     on every device the curve is a staircase (matrix tiles). Uncertainty grows while a length is not used.
+
+    Some machines time the same block alike to a few per cent, others to a third. So the noise is estimated too, from
+    the errors of what was expected. Noise has another sign each time; errors of one sign in a row are a change.
     """
 
-    level, shape, distance, plain, noise = 1.0, 0.4, 6.0, 0.3, 0.1  # standard deviations of logarithms; lengths
+    level, shape, distance, plain = 1.0, 0.4, 6.0, 0.3  # standard deviations of logarithms; lengths
     level_drift, shape_drift = 0.03, 0.02  # the same, a block
+    least_noise, noise_rate = 0.1, 0.05  # the same; what a block counts in the mean of its square
     familiar = 0.07  # the same, of a length that is known as well as any
 
     def __init__(self) -> None:
@@ -36,7 +40,8 @@ class BlockCosts:
         self._drift = self.level_drift**2 + self.shape_drift**2 * kernel
         self._mean: np.ndarray | None = None
         self._tried: set[int] = set()
-        self._surprise = 1.0  # mean square of what was not expected, in standard deviations
+        self._noise = self.least_noise
+        self._error = self._change = 0.0  # the last error in standard deviations; mean product of two in a row
 
     @property
     def known(self) -> bool:
@@ -55,14 +60,22 @@ class BlockCosts:
             share = np.arange(LONGEST + 2) / (i or 1)
             self._mean = np.log((1 + share) / 2) - math.log((1 + share[i]) / 2) + logarithm
         self._covariance = self._covariance + self._drift
-        error = logarithm - self._mean[i]
-        self._surprise += 0.3 * (min(error**2 / (self._covariance[i, i] + self.noise**2), 25.0) - self._surprise)
-        if self._surprise > 2:  # the machine has changed: what was known is worth less
-            self._covariance = self._covariance + 4 * self._surprise * self._drift
-        gain = self._covariance[:, i] / (self._covariance[i, i] + self.noise**2)
         # Noise only adds, such as a core that was taken away once: more than twice the known time counts as twice.
-        self._mean = self._mean + gain * min(max(error, -math.log(2)), math.log(2))
+        error = min(max(logarithm - self._mean[i], -math.log(2)), math.log(2))
+        self._follow_noise(error, self._covariance[i, i])
+        if self._change > 1:  # the machine has changed: what was known is worth less
+            self._covariance = self._covariance + 20 * self._change * self._drift
+        gain = self._covariance[:, i] / (self._covariance[i, i] + self._noise**2)
+        self._mean = self._mean + gain * error
         self._covariance = self._covariance - np.outer(gain, self._covariance[i])
+
+    def _follow_noise(self, error: float, variance: float) -> None:
+        """Learn of noise and change from the error of an expectation that has this ``variance``, noise aside."""
+        both = variance + self._noise**2
+        last, self._error = self._error, error / math.sqrt(both)
+        self._change += 0.3 * (last * self._error - self._change)
+        share = self._noise**2 / both  # of the error that is noise
+        self._noise = math.sqrt(max(self._noise**2 + self.noise_rate * share * (error**2 - both), self.least_noise**2))
 
     def expected(self, drafts: int) -> float:
         """Seconds. Raises ``RuntimeError`` before anything was observed."""

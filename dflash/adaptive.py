@@ -6,10 +6,11 @@ text or models.
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
 
 from .errors import DFlashError
 from .estimates import PLAIN, BlockCosts, Calibration, DraftCosts
@@ -89,9 +90,9 @@ class Adaptive(Policy):
             self._why = {"usual_tokens_per_second": source.usual.tokens_per_second}
             return source.usual_length(drafts.count)
         tokens, seconds, usual = source.judge(drafts.count, drafts.confidence, drafts.parents)
-        seconds = [s + (drafts.building if k != drafts.built else 0.0) for k, s in enumerate(seconds)]
-        best = max(range(len(tokens)), key=lambda k: tokens[k] - usual * seconds[k])
-        self._why = {"tokens": tokens[best], "seconds": seconds[best], "usual_tokens_per_second": usual}
+        seconds = np.where(np.arange(len(seconds)) == drafts.built, seconds, seconds + drafts.building)
+        best = int(np.argmax(tokens - usual * seconds))
+        self._why = {"tokens": float(tokens[best]), "seconds": float(seconds[best]), "usual_tokens_per_second": usual}
         return best
 
     def observe(self, block: BlockRecord) -> None:
@@ -105,13 +106,15 @@ class Adaptive(Policy):
             return
         source = self._source(block.source)
         source.learn(block)
-        tokens = source.last_tokens(block)
+        # What the block was worth by all that is known now: less chance is in it than in what it committed.
+        tokens_to = source.expected_tokens(block.drafted, block.confidence, block.parents)
+        tokens = float(tokens_to[block.verified])
         seconds = source.drafting.expected(block.drafted) + source.costs.expected(block.verified)
         source.usual.add(tokens, seconds)
         plain = source.costs.plain_step()
         plainly = (block.accepted + 1) * plain
         self._credit.add_block(plainly - seconds, plainly)
-        source.recent.add(*source.best(block, plain))
+        source.recent.add(*source.best(tokens_to, plain))
         if source.recent.tokens_per_second * plain >= 1:
             self._asleep, source.nap = 0, self._first_nap
         else:
@@ -273,43 +276,38 @@ class _Source:
 
     def expected_tokens(
         self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
-    ) -> Iterator[float]:
+    ) -> np.ndarray:
         """Tokens that a block commits if it verifies 0, 1, .. ``count`` drafts."""
-        expected = 1.0
-        survival = [expected]  # of the anchor, then of each draft
-        yield expected
-        for i in range(count):
-            chance = self.chances.chance(None if confidence is None else confidence[i])
-            survival.append(chance * survival[i if parents is None else parents[i] + 1])
-            expected += survival[-1]
-            yield expected
+        chances = self.chances.chances(count, confidence)
+        if parents is None:
+            survival = np.cumprod([1.0, *chances])  # of the anchor, then of each draft
+        else:
+            survival = np.ones(count + 1)
+            for i, chance in enumerate(chances):
+                survival[i + 1] = chance * survival[parents[i] + 1]
+        return np.cumsum(survival)
 
-    def last_tokens(self, block: BlockRecord) -> float:
-        """What ``block`` was worth by all that is known now: less chance is in it than in what it committed."""
-        return max(self.expected_tokens(block.verified, block.confidence, block.parents))
-
-    def best(self, block: BlockRecord, plain: float) -> tuple[float, float]:
-        """Tokens and seconds of ``block`` at the length that gains most on plain steps, of ``plain`` seconds each.
+    def best(self, tokens: np.ndarray, plain: float) -> tuple[float, float]:
+        """Expected tokens and seconds of a block at the length that gains most on plain steps of ``plain`` seconds.
 
         Whether a drafter sleeps is judged by this: not by a length that was only tried.
         """
-        tokens = self.expected_tokens(block.drafted, block.confidence, block.parents)
-        lengths = [(t, self.drafting.expected(k) + self.costs.expected(k)) for k, t in enumerate(tokens)]
-        return max(lengths, key=lambda length: length[0] * plain - length[1])
+        most = len(tokens) - 1
+        seconds = self.drafting.expected_to(most) + self.costs.expected_to(most)
+        best = np.argmax(tokens * plain - seconds)
+        return float(tokens[best]), float(seconds[best])
 
     def judge(
         self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
-    ) -> tuple[list[float], list[float], float]:
+    ) -> tuple[np.ndarray, np.ndarray, float]:
         """Of a block that verifies 0, 1, .. ``count`` drafts, the tokens expected and the seconds hoped for.
 
         The last is what the time of a block usually brings, in tokens per second. What this block says is remembered.
         """
-        tokens = list(self.expected_tokens(count, confidence, parents))
-        seconds = [self.costs.hoped(k) for k in range(count + 1)]
-        drafting = self.drafting.expected(count)
-        usual = self.usual.tokens_per_second or max(t / (s + drafting) for t, s in zip(tokens, seconds, strict=True))
-        self.remember_worth([t - usual * s for t, s in zip(tokens, seconds, strict=True)], tokens, usual)
-        value = [t - usual * self.costs.expected(k) for k, t in enumerate(tokens)]  # what is hoped for is no gain
+        tokens, seconds = self.expected_tokens(count, confidence, parents), self.costs.hoped_to(count)
+        usual = self.usual.tokens_per_second or float(np.max(tokens / (seconds + self.drafting.expected(count))))
+        self.remember_worth(tokens - usual * seconds, tokens, usual)
+        value = (tokens - usual * self.costs.expected_to(count)).tolist()  # what is hoped for is no gain
         if self.value:
             self.gained.add(max(value) - value[self.usual_length(count)])
         self.value = [*_averaged(self.value, value), *self.value[len(value) :]]
@@ -347,18 +345,18 @@ class _Source:
         for i, accepted in outcomes.items():
             self.chances.observe(None if block.confidence is None else block.confidence[i], accepted)
 
-    def remember_worth(self, worth: Sequence[float], tokens: Sequence[float], usual: float) -> None:
+    def remember_worth(self, worth: np.ndarray, tokens: np.ndarray, usual: float) -> None:
         """``worth[k]`` is what verifying ``k`` drafts of this block is worth, in tokens; more drafts give more choice.
 
         Of drafts that were not asked for, each is expected to change the worth as the last one did, but by less. After
         a single draft, which saves a pass, that would be too much: there it is the tokens that grow by less, while the
         block takes longer.
         """
-        best = list(accumulate(worth, max))
+        best = np.maximum.accumulate(worth).tolist()
         gain = best[-1] - best[-2] if len(best) > 1 else 0.0
         if len(best) == 2:
-            longer = self.costs.hoped(2) - self.costs.hoped(1)
-            gain = max(0.0, tokens[1] - tokens[0] - usual * longer / FURTHER)
+            _, shorter, longer = self.costs.hoped_to(2)
+            gain = max(0.0, float(tokens[1] - tokens[0] - usual * (longer - shorter) / FURTHER))
         while len(best) < len(self.worth):
             gain *= FURTHER
             best.append(best[-1] + gain)
@@ -370,7 +368,9 @@ class _Source:
             trial = self.drafting.trial(most)
             return most if self.matched is None or self.matched > trial else trial  # a trial must not cost right drafts
         known, rate = min(most, len(self.worth) - 1), self.usual.tokens_per_second
-        best = max(range(1, known + 1), key=lambda n: self.worth[n] - rate * self.drafting.expected(n), default=known)
+        if known < 1:
+            return most
+        best = 1 + int(np.argmax(np.array(self.worth[1 : known + 1]) - rate * self.drafting.expected_to(known)[1:]))
         return most if best == known else best
 
 

@@ -4,7 +4,7 @@ Knows seconds and chances. Must not know tokens, models, or what is decided from
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -59,15 +59,15 @@ class BlockCosts:
         if self._mean is None:  # as if half of this block were a fixed cost: hopeful, so that short ones are tried
             share = np.arange(LONGEST + 2) / (i or 1)
             self._mean = np.log((1 + share) / 2) - math.log((1 + share[i]) / 2) + logarithm
-        self._covariance = self._covariance + self._drift
+        self._covariance += self._drift
         # Noise only adds, such as a core that was taken away once: more than twice the known time counts as twice.
         error = min(max(logarithm - self._mean[i], -math.log(2)), math.log(2))
         self._follow_noise(error, self._covariance[i, i])
         if self._change > 1:  # the machine has changed: what was known is worth less
-            self._covariance = self._covariance + 20 * self._change * self._drift
+            self._covariance += 20 * self._change * self._drift
         gain = self._covariance[:, i] / (self._covariance[i, i] + self._noise**2)
         self._mean = self._mean + gain * error
-        self._covariance = self._covariance - np.outer(gain, self._covariance[i])
+        self._covariance -= np.outer(gain, self._covariance[i])
 
     def _follow_noise(self, error: float, variance: float) -> None:
         """Learn of noise and change from the error of an expectation that has this ``variance``, noise aside."""
@@ -81,14 +81,16 @@ class BlockCosts:
         """Seconds. Raises ``RuntimeError`` before anything was observed."""
         return math.exp(self._known_mean()[_position(drafts)])
 
-    def hoped(self, drafts: int) -> float:
-        """Seconds if it goes as well as one standard deviation: what is not known well gets tried.
+    def expected_to(self, most: int) -> np.ndarray:
+        """The same of blocks that verify 0, 1, .. ``most`` drafts."""
+        return np.exp(self._known_mean()[_positions(most)])
+
+    def hoped_to(self, most: int) -> np.ndarray:
+        """The same if it goes as well as one standard deviation: what is not known well gets tried.
 
         Where the deviation is ``familiar``, trying the length again would tell little.
         """
-        i = _position(drafts)
-        deviation = math.sqrt(max(self._covariance[i, i], 0.0))
-        return math.exp(self._known_mean()[i] - max(deviation - self.familiar, 0.0))
+        return np.exp(self._hoped(_positions(most)))
 
     def plain_step(self) -> float:
         """Seconds of a plain step; hopefully, as long as none was observed.
@@ -96,8 +98,8 @@ class BlockCosts:
         No more than those of a block, which does more: where one seems quicker, plain steps were observed while the
         machine was slow.
         """
-        own = self.expected(PLAIN) if self.tried(PLAIN) else self.hoped(PLAIN)
-        return min(own, *(self.expected(i - 1) for i in self._tried))
+        own = self.expected(PLAIN) if self.tried(PLAIN) else math.exp(self._hoped(_position(PLAIN)))
+        return min(own, math.exp(self._known_mean()[sorted(self._tried)].min()))
 
     def seconds(self) -> dict[int, float]:
         """Expected seconds of every length, :data:`PLAIN` too; nothing before anything was observed."""
@@ -116,6 +118,10 @@ class BlockCosts:
         costs._covariance = 0.3**2 + 9 * costs._drift
         costs._tried = set(range(LONGEST + 2))
         return costs
+
+    def _hoped(self, positions: "np.ndarray | int") -> np.ndarray:
+        deviations = np.sqrt(np.maximum(self._covariance[positions, positions], 0.0))
+        return self._known_mean()[positions] - np.maximum(deviations - self.familiar, 0.0)
 
     def _known_mean(self) -> np.ndarray:
         if self._mean is None:
@@ -183,7 +189,13 @@ class DraftCosts:
 
     def expected(self, drafts: int) -> float:
         """Seconds; 0 before anything was observed."""
-        return 0.0 if self._unit is None else float(self._inputs(drafts) @ self._mean) * self._unit[1]
+        return float(self.expected_to(drafts)[drafts])
+
+    def expected_to(self, most: int) -> np.ndarray:
+        """The same of 0, 1, .. ``most`` drafts."""
+        if self._unit is None:
+            return np.zeros(most + 1)
+        return (self._mean[0] + self._mean[1] * np.arange(most + 1) / self._unit[0]) * self._unit[1]
 
     def _inputs(self, drafts: int) -> np.ndarray:
         assert self._unit is not None
@@ -192,6 +204,10 @@ class DraftCosts:
 
 def _position(drafts: int) -> int:
     return min(drafts, LONGEST) + 1
+
+
+def _positions(most: int) -> np.ndarray:
+    return np.minimum(np.arange(most + 1), LONGEST) + 1
 
 
 class Calibration:
@@ -211,7 +227,15 @@ class Calibration:
 
     def chance(self, probability: float | None) -> float:
         """Between 0 and 1."""
-        return _sigmoid(self._slope * _logit(probability) + self._offset)
+        return 1 / (1 + math.exp(-max(min(self._slope * _logit(probability) + self._offset, 30.0), -30.0)))
+
+    def chances(self, count: int, probabilities: Sequence[float] | None) -> np.ndarray:
+        """The same of ``count`` drafts."""
+        if probabilities is None:
+            return np.full(count, self.chance(None))
+        p = np.minimum(np.maximum(probabilities[:count], 1e-3), 1 - 1e-3)
+        z = self._slope * np.log(p / (1 - p)) + self._offset
+        return 1 / (1 + np.exp(-np.maximum(np.minimum(z, 30.0), -30.0)))
 
     def observe(self, probability: float | None, accepted: bool) -> None:
         """Learn from a draft that was reached: every one before it was accepted."""
@@ -239,7 +263,3 @@ def _logit(probability: float | None) -> float:
         return 0.0
     p = min(max(probability, 1e-3), 1 - 1e-3)
     return math.log(p / (1 - p))
-
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-max(min(x, 30.0), -30.0)))

@@ -298,8 +298,8 @@ def test_costs_of_one_length_tell_of_the_others():
         costs.observe(8, 0.030)
     assert costs.expected(0) == pytest.approx(0.010, rel=0.05)
     assert 0.013 < costs.expected(4) < 0.024
-    assert costs.hoped(4) < 0.9 * costs.expected(4), "it was never tried"
-    assert costs.hoped(8) > 0.9 * costs.expected(8)
+    assert costs.hoped_to(4)[4] < 0.9 * costs.expected(4), "it was never tried"
+    assert costs.hoped_to(8)[8] > 0.9 * costs.expected(8)
     for _ in range(20):
         costs.observe(8, 0.060)  # everything takes twice as long now
     assert costs.expected(8) == pytest.approx(0.060, rel=0.05)

@@ -1,22 +1,22 @@
 """How many threads a matrix product gets while decoding on a CPU: chosen by the time of the target's own passes.
 
-Knows the BLAS's thread count and how long passes take. Must not know tokens, text or how a block is decoded.
+Knows the BLAS's thread count and how long passes take. Must not know tokens, text or how a block is decoded, nor when
+another count is worth a trial (``thread_trials.py``).
 
 The threads of a product wait for each other at its end. Where another process keeps a core busy, one of them waits
 for its turn at every product, and a pass takes several times as long as on one thread; on a quiet machine one thread
-takes up to 1.5 times as long as two. So the count is measured, and measured again while decoding goes on. A prompt is
-read before, with the process's own count: its products are large enough for all threads, and plain decoding reads it
-with that count too. How long threads spin before they sleep (``KMP_BLOCKTIME``) is left alone: on two cores and models
-of 6 to 135 million weights, two threads that sleep at once lost to two that spin on the quiet machine, and to one
-thread on a busy one; and ``kmp_set_blocktime`` holds for the thread that calls it, which is never the one on which MLX
-computes.
+takes up to 1.5 times as long as two. So the counts are measured before the first text. After that no pass is run to
+measure: now and then a block of a text is decoded with another count, and its time tells whether to change. A prompt
+is read before, with the process's own count: its products are large enough for all threads, and plain decoding reads
+it with that count too. How long threads spin before they sleep (``KMP_BLOCKTIME``) is left alone: on two cores and
+models of 6 to 135 million weights, two threads that sleep at once lost to two that spin on the quiet machine, and to
+one thread on a busy one; and ``kmp_set_blocktime`` holds for the thread that calls it, which is never the one on which
+MLX computes.
 """
 
 import os
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from . import backend
+from .thread_trials import GAIN, Trials
 
 if TYPE_CHECKING:
     from .block import Block
@@ -32,13 +33,9 @@ if TYPE_CHECKING:
 VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """A user's own settings: where one of them is set, its count is kept."""
 
-_GAIN = 0.87  # of the present time: what is not clearly quicker is not worth a change, nor noise a flapping
-_ROUNDS, _PASSES = 2, 2  # of all counts in turns, as the machine changes meanwhile; timed passes a round
+_ROUNDS = 2  # more timed passes of the counts in question, in turns, as the machine changes meanwhile
+_CLEAR = 1.5  # times as long as the quickest: out of the question, as noise moves a pass by a third
 _LONG = 0.5  # seconds of a pass that is timed once
-_PERIOD = 40  # decode this many times as long as a measurement took before the next: 2.5 % of the time
-_PERIOD_IF_CHANGED = 10  # the same where passes have become slow, or twice as long or short as those timed
-_SLOW, _SLOW_PASSES = 1.5, 4  # so many passes in a row, each so many times the usual time, are a change
-_ENOUGH, _LAST = 8, 64  # passes from which their usual length is known, and the most that are looked at
 
 _in_use = threading.Lock()  # the count is the process's, so one use at a time decides it
 
@@ -49,12 +46,12 @@ RunPass = Callable[[int], mx.array]
 class DecodeThreads:
     """The thread count that one decoder's passes run fastest with.
 
-    A count whose logits differ in any bit from those of the process's own count is never chosen, so that the text
-    does not depend on how busy the machine was.
+    A count whose logits differ in any bit from those of the process's own count, in a pass of one token or of a whole
+    block, is never chosen. Lengths between them are not compared.
 
     Args:
         run_pass: A target pass of its argument's number of tokens, evaluated; returns the logits.
-        block_size: Tokens of the longest pass. It is timed first, and later one as long as most were.
+        block_size: Tokens of the longest pass, which is the one timed.
         clock: Seconds.
     """
 
@@ -65,18 +62,16 @@ class DecodeThreads:
         self.count: int | None = None
         """The chosen count; ``None`` before the first measurement and where the count is left alone."""
         self.measuring = 0.0
-        """Seconds of all measurements so far."""
-        self._run_pass, self._block_size, self._clock = run_pass, block_size, clock
+        """Seconds of all measurements so far; blocks that try another count are none."""
+        self._run_pass, self._clock = run_pass, clock
         self._most: int | None = None
         self._other_bits: list[int] = []
-        self._cost = self._spent = 0.0  # seconds of the last measurement, and of decoding since then
-        self._usual: dict[int, float] = {}  # seconds of a block by its drafts
-        self._slow = 0  # blocks in a row that took much longer
-        self._lengths: deque[int] = deque(maxlen=_LAST)  # tokens of the last passes, since the last measurement
+        self._trials = Trials({}, 1)
+        self._changed = False  # since the last measurement
 
     @contextmanager
     def in_use(self) -> Iterator[bool]:
-        """Set the count inside, measured first where that is due; the process has its own again afterwards.
+        """Set the count inside, measured first where none is known; the process has its own again afterwards.
 
         Yields whether this use decides the count: within another one, of whatever decoder, it does not.
         """
@@ -95,31 +90,31 @@ class DecodeThreads:
             _in_use.release()
 
     def watch(self, blocks: "Iterator[Block]", decides: bool = True) -> "Iterator[Block]":
-        """The same blocks, each timed; between two of them the count may change, in a use that ``decides`` it."""
+        """The same blocks, each timed; some are decoded with another count, in a use that ``decides`` it."""
         while True:
+            trial = self._trials.due() if decides else None
+            if trial is not None:
+                backend.set_blas_threads(trial)
             began = self._clock()
             block = next(blocks, None)
+            seconds = self._clock() - began
+            if trial is not None:
+                backend.set_blas_threads(self._trials.count)
             if block is None:
                 return
-            self.observe(len(block.drafted), self._clock() - began)
+            if trial is None:
+                self.observe(len(block.drafted), seconds)
+            else:
+                self._judge(trial, len(block.drafted), seconds)
             yield block
-            if decides and self._due() and self._most is not None:
-                self._decide(self._most)
 
     def observe(self, drafted: int, seconds: float) -> None:
-        """Learn from a block of ``drafted`` tokens what decoding costs now."""
-        self._spent += seconds
-        self._lengths.append(drafted + 1)
-        usual = self._usual.setdefault(drafted, seconds)
-        if seconds > _SLOW * usual:
-            self._slow += 1
-        else:
-            self._slow = 0
-            self._usual[drafted] += 0.2 * (seconds - usual)
+        """Learn what decoding costs now from a block of ``drafted`` tokens, decoded with the present count."""
+        self._trials.observe(drafted, seconds)
 
     def measure(self) -> None:
-        """Measure now, whatever is due; nothing where the count is left alone."""
-        self._spent = float("inf")
+        """Measure now, whatever is known; nothing where the count is left alone."""
+        self.count = None
         with self.in_use():
             pass
 
@@ -129,41 +124,39 @@ class DecodeThreads:
             return left_alone() or "chosen by the target's passes when a text begins"
         times = ", ".join(f"{1000 * s:.3g} ms with {n}" for n, s in sorted(self.seconds.items()))
         others = f"; logits differ with {', '.join(map(str, self._other_bits))}" if self._other_bits else ""
-        return f"{self.count} of {self._most}: a pass of {self.timed} tokens takes {times}{others}"
+        said = f"a pass of {self.timed} tokens {'took' if self._changed else 'takes'} {times}{others}"
+        if self._changed:
+            said = f"blocks became quicker with it; before the first text {said}"
+        return f"{self.count} of {self._most}: {said}"
 
-    def _due(self) -> bool:
-        changed = self._slow >= _SLOW_PASSES or not self.timed / 2 < self._usual_length() < 2 * self.timed
-        return self.count is None or self._spent >= (_PERIOD_IF_CHANGED if changed else _PERIOD) * self._cost
-
-    def _usual_length(self) -> int:
-        """Tokens of most of the last passes, two at least; as long as those are few, of what was timed."""
-        return max(2, statistics.median_low(self._lengths)) if len(self._lengths) >= _ENOUGH else self.timed
+    def _judge(self, trial: int, drafted: int, seconds: float) -> None:
+        self._trials.judge(trial, drafted, seconds)
+        if self._trials.count != self.count:
+            self.count, self._changed = self._trials.count, True
+            backend.set_blas_threads(self.count)
 
     def _decide(self, most: int) -> None:
-        if self._due() or most != self._most:
+        if self.count is None or most != self._most:
             began = self._clock()
             self._measure(most)
-            self._cost, self._spent, self._slow, self._usual = self._clock() - began, 0.0, 0, {}
-            self.measuring += self._cost
+            self.measuring += self._clock() - began
         backend.set_blas_threads(self.count or most)
 
     def _measure(self, most: int) -> None:
-        self.timed = self._usual_length()
-        self._lengths.clear()
-        counts, seconds, logits = sorted(candidates(most)), {}, {}
-        for count in counts:  # fewest first: threads that are not needed any more spin for a while
+        seconds, logits = {}, {}
+        for count in sorted(candidates(most)):  # fewest first: threads that are not needed any more spin for a while
             backend.set_blas_threads(count)
-            logits[count] = [self._run_pass(tokens) for tokens in sorted({1, self._block_size} - {self.timed})]
-            seconds[count], last = self._time_pass()
-            logits[count].append(last)
-        if max(seconds.values()) < _LONG:  # or what the first pass of all pays, such as memory, hardly counts
-            for count in counts * _ROUNDS:
-                backend.set_blas_threads(count)
-                seconds[count] = min(seconds[count], *(self._time_pass()[0] for _ in range(_PASSES)))
-        self._other_bits = [n for n in sorted(logits) if not _same_bits(logits[n], logits[most])]
+            one = self._run_pass(1)
+            seconds[count], block = self._time_pass()
+            logits[count] = [one, block]
+        self._other_bits = [n for n in logits if not _same_bits(logits[n], logits[most])]
         usable = {n: s for n, s in seconds.items() if n not in self._other_bits} or {most: seconds[most]}
-        now = self.count if self.count in usable else most
-        self.seconds, self.count, self._most = seconds, best_count(usable, now), most
+        for _ in range(_ROUNDS):
+            for count in _in_question(usable):
+                backend.set_blas_threads(count)
+                usable[count] = min(usable[count], self._time_pass()[0])
+        self.seconds, self.count, self._most = seconds | usable, best_count(usable, most), most
+        self._trials, self._changed = Trials(usable, self.count), False
 
     def _time_pass(self) -> tuple[float, mx.array]:
         began = self._clock()
@@ -188,6 +181,13 @@ def candidates(most: int) -> set[int]:
     return {most, max(1, most - 1), max(1, most // 2), 1}
 
 
+def _in_question(seconds: Mapping[int, float]) -> list[int]:
+    """Counts of which another timed pass can tell which is the quickest."""
+    close = [count for count in seconds if seconds[count] < _CLEAR * min(seconds.values())]
+    # What the first pass of all pays, such as memory, hardly counts in a long one.
+    return close if len(close) > 1 and max(seconds[count] for count in close) < _LONG else []
+
+
 def best_count(seconds: Mapping[int, float], now: int) -> int:
     """The count of the shortest time if that is clearly shorter than with the count ``now``.
 
@@ -195,7 +195,7 @@ def best_count(seconds: Mapping[int, float], now: int) -> int:
     while these run, and a core that they leave to it is time gained.
     """
     best = min(seconds, key=lambda count: seconds[count])
-    if seconds[best] < _GAIN * seconds[now]:
+    if seconds[best] < GAIN * seconds[now]:
         return best
     return min(count for count in seconds if count <= now and seconds[count] <= seconds[now])
 

@@ -187,7 +187,7 @@ def compare(
 
     One uncounted run of each side on the first prompt comes first. Yields the results of a prompt by the name of
     the drafter. Unless ``greedy``, tokens are not compared: a rounding can turn a draw. All sides answer
-    a prompt with the number of BLAS threads that ``threads`` chooses before it.
+    with the number of BLAS threads that ``threads`` chose before the first prompt.
 
     Raises :class:`~dflash.errors.DFlashError`, naming side and prompt, if one side fails; with ``on_failure`` it
     goes there instead, and the next prompt follows.

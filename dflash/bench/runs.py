@@ -6,7 +6,7 @@ an answer is judged.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ from mlx_lm.generate import generation_stream
 from ..errors import DFlashError, GenerationError, one_line
 from ..generate import DFlashSpeculativeDecoder
 from ..prompts import Conversation
-from ..sampling import GREEDY, LogitsProcessor, Sampler
+from ..sampling import GREEDY, LogitsProcessor, Sampler, set_random_state
 from ..target import LoadedTargetModel
 from ..threads import DecodeThreads
 from .identity import Difference, find_difference
 
 PLAIN, DFLASH = "plain mlx_lm", "DFlash"
+PIECE = 16  # tokens of a turn where sides answer together
 
 
 class Step(NamedTuple):
@@ -165,10 +166,50 @@ def time_side(side: Side, prompt: list[int], show: Callable[[str], object] | Non
         steps.append(step)
         if show is not None:
             show(step.text)
+    return _finished(steps, now - first, now - began)
+
+
+def _finished(steps: Sequence[Step], seconds: float, request_seconds: float) -> Run:
     blocks = [(len(s.tokens), *s.block) for s in steps if s.block]
     committed, drafted, accepted = ([block[i] for block in blocks] for i in range(3))
     tokens, text = [token for s in steps for token in s.tokens], "".join(s.text for s in steps)
-    return Run(tokens, text, now - first, committed, drafted, accepted, now - began)
+    return Run(tokens, text, seconds, committed, drafted, accepted, request_seconds)
+
+
+class _Answer:
+    """A side's answer that is advanced piece by piece, with a random state of its own; only its own time counts."""
+
+    def __init__(self, side: Side, prompt: list[int], seed: int):
+        mx.random.seed(seed)
+        self.finished, self._random_state = False, _random_state()
+        self._coming, self._steps = iter(side(prompt)), list[Step]()
+        self._tokens, self._seconds, self._request_seconds = 0, 0.0, 0.0
+
+    def advance(self, tokens: int) -> None:
+        """Until the answer has so many tokens, or ends."""
+        mx.synchronize(generation_stream)
+        set_random_state(self._random_state)
+        while self._tokens < tokens and not self.finished:
+            began = time.perf_counter()
+            step = next(self._coming, None)
+            took = time.perf_counter() - began
+            if step is None:
+                self.finished = True
+                break
+            self._request_seconds += took
+            self._seconds += took if self._steps else 0.0
+            self._steps.append(step)
+            self._tokens += len(step.tokens)
+        self._random_state = _random_state()
+
+    def run(self) -> Run:
+        """The answer so far."""
+        return _finished(self._steps, self._seconds, self._request_seconds)
+
+
+def _random_state() -> list[int]:
+    state: Any = mx.random.state
+    return state[0].tolist()
 
 
 def compare(
@@ -182,12 +223,17 @@ def compare(
     seed: int = 0,
     on_failure: Callable[[DFlashError], object] | None = None,
     threads: DecodeThreads | None = None,
+    together: bool = False,
 ) -> Iterator[dict[str, PromptResult]]:
     """Answer every prompt ``runs`` times by plain decoding and each drafter in turns, the first to go changing.
 
     One uncounted run of each side on the first prompt comes first. Yields the results of a prompt by the name of
     the drafter. Unless ``greedy``, tokens are not compared: a rounding can turn a draw. All sides answer
     with the number of BLAS threads that ``threads`` chose before the first prompt.
+
+    With ``together`` the turns are pieces of ``PIECE`` tokens, not whole answers: on a shared machine, whose speed
+    moves by a third within seconds, all sides then meet the same. Each piece pays a little for what the others left
+    in the processor's caches.
 
     Raises :class:`~dflash.errors.DFlashError`, naming side and prompt, if one side fails; with ``on_failure`` it
     goes there instead, and the next prompt follows.
@@ -201,9 +247,9 @@ def compare(
             with threads.in_use() if threads is not None else nullcontext():
                 if not warm:
                     for name in sides:
-                        _run(sides, name, prompt.tokens, i + 1)
+                        _run(sides, name, prompt, i + 1)
                 warm = True
-                done = _in_turns(sides, prompt, i, runs, seed)
+                done = (_together if together else _in_turns)(sides, prompt, i, runs, seed)
         except DFlashError as error:
             if on_failure is None:
                 raise
@@ -222,22 +268,56 @@ def _in_turns(
     done: dict[str, list[Run]] = {name: [] for name in sides}
     names = list(sides)
     for run in range(runs):
-        first = (number + run) % len(names)
-        for name in names[first:] + names[:first]:
+        for name in _rotated(names, number + run):
             mx.random.seed(seed + run)
-            done[name].append(_run(sides, name, prompt.tokens, number + 1))
+            done[name].append(_run(sides, name, prompt, number + 1))
     return done
+
+
+def _together(
+    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int
+) -> dict[str, list[Run]]:
+    done: dict[str, list[Run]] = {name: [] for name in sides}
+    for run in range(runs):
+        answers: dict[str, _Answer] = {}
+        for name, side in sides.items():
+            with _failures_named(name, number + 1):
+                answers[name] = _Answer(side, prompt.tokens, seed + run)
+        length, turn = 1, number + run
+        while coming := [name for name, answer in answers.items() if not answer.finished]:
+            for name in _rotated(coming, turn):
+                with _failures_named(name, number + 1):
+                    answers[name].advance(length)
+            length, turn = length + PIECE, turn + 1
+        for name, answer in answers.items():
+            done[name].append(_checked(answer.run(), name, number + 1))
+    return done
+
+
+def _run(sides: Mapping[str, Side], name: str, prompt: BenchPrompt, number: int) -> Run:
+    with _failures_named(name, number):
+        run = time_side(sides[name], prompt.tokens)
+    return _checked(run, name, number)
+
+
+def _rotated(names: list[str], turn: int) -> list[str]:
+    first = turn % len(names)
+    return names[first:] + names[:first]
 
 
 def _pairs(plain: list[Run], dflash: list[Run]) -> tuple[list[list[int]], list[list[int]]]:
     return [run.tokens for run in plain], [run.tokens for run in dflash]
 
 
-def _run(sides: Mapping[str, Side], name: str, tokens: list[int], number: int) -> Run:
+@contextmanager
+def _failures_named(name: str, number: int) -> Iterator[None]:
     try:
-        run = time_side(sides[name], tokens)
+        yield
     except Exception as error:  # whatever a model, a kernel or another package's drafter raises
         raise DFlashError(f"{name} failed on prompt {number}: {one_line(error)}") from error
+
+
+def _checked(run: Run, name: str, number: int) -> Run:
     if not run.tokens:
         raise DFlashError(f"{name} wrote nothing for prompt {number}.")
     return run

@@ -65,6 +65,33 @@ def test_a_pass_before_the_first_token_is_time_of_the_whole_request_alone(monkey
     assert (total["ratio"]["median"], total["request_ratio"]["median"]) == (pytest.approx(2 / 3), 1.0)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sides_that_answer_together_take_turns_by_pieces_and_draw_each_for_itself(temperature):
+    """With the same seed they write what they would write alone."""
+    calls: list[str] = []
+    decoder = writer("hello, world, and again hello")
+
+    def side(name: str):
+        whole = bench.plain_side(decoder.loaded_target, 40, sampler=make_sampler(temperature))
+
+        def answer(prompt):
+            for step in whole(prompt):
+                calls.append(name)
+                yield step
+
+        return answer
+
+    sides = side("p"), side("d")
+    (alone,) = compared(decoder.loaded_target, *sides, PROMPTS[:1], greedy=temperature == 0, seed=3)
+    calls.clear()
+    (together,) = compared(decoder.loaded_target, *sides, PROMPTS[:1], greedy=temperature == 0, seed=3, together=True)
+    after_warm_up = "".join(calls)[2 * len(alone.plain[0].tokens) :] if temperature == 0 else "".join(calls)
+    assert together.plain[0].tokens == together.dflash[0].tokens == alone.plain[0].tokens == alone.dflash[0].tokens
+    assert len(together.plain[0].tokens) > bench.runs.PIECE + 1
+    assert "p" * bench.runs.PIECE + "d" * bench.runs.PIECE in after_warm_up or "d" * 16 + "p" * 16 in after_warm_up
+    assert 0 < together.plain[0].seconds < together.plain[0].request_seconds
+
+
 def test_several_drafters_take_turns_and_share_the_plain_runs():
     calls: list[str] = []
     plain, one, two = (scripted_side(name, [5, 6], calls) for name in "pab")

@@ -67,12 +67,12 @@ class Row:
 
 
 def measure(case: Case, decoder: DFlashSpeculativeDecoder, temperature: float, runs: int) -> Row:
-    """Every length, the adaptive policy and plain decoding on each request, in turns."""
+    """Every length, the adaptive policy and plain decoding on each request, together."""
     target, sampler = decoder.loaded_target, GREEDY if temperature == 0 else DrawingSampler(temperature)
     policies: dict[str, str | int] = {**{str(k): k for k in LENGTHS}, "adaptive": "adaptive"}
     sides = {name: dflash_side(decoder, MAX_TOKENS, temperature, policy=policy) for name, policy in policies.items()}
     plain = plain_side(target, MAX_TOKENS, sampler=sampler)
-    turns = compare(target, plain, sides, case.prompts, runs, threads=decoder.threads)
+    turns = compare(target, plain, sides, case.prompts, runs, threads=decoder.threads, together=True)
     results = list(progress(turns, f"{case.name}, temperature {temperature}", len(case.prompts)))
     ratios = {name: statistics.median(r for result in results for r in result[name].ratios) for name in sides}
     oracles = [_oracles(decoder, sampler, result) for result in results]

@@ -1,6 +1,7 @@
 """Runs are fair and say who failed: order of turns, identity, sampling, room for the answer."""
 
 from contextlib import contextmanager
+from itertools import groupby
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -65,30 +66,29 @@ def test_a_pass_before_the_first_token_is_time_of_the_whole_request_alone(monkey
     assert (total["ratio"]["median"], total["request_ratio"]["median"]) == (pytest.approx(2 / 3), 1.0)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sides_that_answer_together_take_turns_by_pieces_and_draw_each_for_itself(temperature):
+def test_sides_that_answer_together_take_turns_by_pieces_and_draw_each_for_itself():
     """With the same seed they write what they would write alone."""
     calls: list[str] = []
-    decoder = writer("hello, world, and again hello")
 
     def side(name: str):
-        whole = bench.plain_side(decoder.loaded_target, 40, sampler=make_sampler(temperature))
-
         def answer(prompt):
-            for step in whole(prompt):
+            for i in range(100):
                 calls.append(name)
-                yield step
+                yield bench.Step([mx.random.randint(0, 200, (1,)).item()], "x", (0, 0) if i else None)
 
         return answer
 
-    sides = side("p"), side("d")
-    (alone,) = compared(decoder.loaded_target, *sides, PROMPTS[:1], greedy=temperature == 0, seed=3)
+    def answers(together: bool) -> bench.PromptResult:
+        target, sides = writer("x").loaded_target, (side("p"), side("d"))
+        return compared(target, *sides, PROMPTS[:1], greedy=False, seed=3, together=together)[0]
+
+    alone = answers(together=False)
     calls.clear()
-    (together,) = compared(decoder.loaded_target, *sides, PROMPTS[:1], greedy=temperature == 0, seed=3, together=True)
-    after_warm_up = "".join(calls)[2 * len(alone.plain[0].tokens) :] if temperature == 0 else "".join(calls)
+    together = answers(together=True)
     assert together.plain[0].tokens == together.dflash[0].tokens == alone.plain[0].tokens == alone.dflash[0].tokens
-    assert len(together.plain[0].tokens) > bench.runs.PIECE + 1
-    assert "p" * bench.runs.PIECE + "d" * bench.runs.PIECE in after_warm_up or "d" * 16 + "p" * 16 in after_warm_up
+    after_warm_up = [len(list(group)) for _, group in groupby(calls[200:])]
+    assert sum(after_warm_up) == 200
+    assert max(after_warm_up) <= 2 * runs.PIECE, "who went last in one turn goes first in the next"
     assert 0 < together.plain[0].seconds < together.plain[0].request_seconds
 
 

@@ -29,8 +29,8 @@ class Adaptive(Policy):
     steps, the drafter sleeps: ``first_nap`` tokens, and each time that it wakes in vain twice as many, as long as
     waking costs more than ``share`` of the time. The next text finds it awake, or nearly.
 
-    Before that is known a text may lose at most ``loss`` of its time, and at its beginning what a block gained in the
-    texts before: a drafter that has used this up decodes plainly until it may lose another block.
+    Before that is known a text may lose ``loss`` of its time, at its beginning what a block usually gains, and with
+    each step a tenth of that: a drafter that has used this up decodes plainly until it may lose another block.
 
     The drafter is asked for as many drafts as paid in the last blocks, by what each draft costs before it is verified:
     of a block-diffusion model nearly all, of a model that writes them one after another only a few.
@@ -60,7 +60,7 @@ class Adaptive(Policy):
         self._credit.begin()
         for source in self._sources.values():
             source.recent = _Rate(RECENT)
-            source.nap = max(self._first_nap, source.nap // 2)
+            source.nap, source.matched = max(self._first_nap, source.nap // 2), None
             source.chances.forget(tokens=10)
 
     def sleep(self) -> int:
@@ -176,6 +176,9 @@ ENOUGH = 8
 REGAINED = 0.1
 """Of what a block usually gains, the part that each plain step or block lets a text lose again."""
 
+PATIENCE = 30
+"""Blocks after which a shorter draft is tried even if it costs right drafts."""
+
 FURTHER = 0.7
 """What a draft that was not asked for is expected to be worth, in proportion to the one before it."""
 
@@ -217,7 +220,7 @@ class _Credit:
     """
 
     loss: float
-    """The share of a text's plain time that it may lose."""
+    """The share of a text's plain time that it may lose where blocks gain nothing."""
     seconds: float = 0.0
     gained: _Mean = field(default_factory=_Mean)
     """Seconds that a block gains on plain steps."""
@@ -271,8 +274,10 @@ class _Source:
     """Seconds that such a choice costs."""
     judged: bool = False
     """Whether :meth:`judge` has seen the block that is being decoded."""
+    seen: int = 0
+    """Blocks so far."""
     matched: int | None = None
-    """Leading drafts of the last block that were right."""
+    """Leading drafts of this text's last block that were right; ``None`` where all were."""
 
     def expected_tokens(
         self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
@@ -334,7 +339,8 @@ class _Source:
         if not self.judged and self.costs.known:
             self.judge(block.drafted, block.confidence, block.parents)
         self.judged = False
-        self.matched = block.matched
+        self.seen += 1
+        self.matched = None if block.matched == block.drafted else block.matched
         self.costs.observe(block.verified, block.seconds - (block.drafting or self.drafting.expected(block.drafted)))
         if block.drafting:
             self.drafting.observe(block.drafted, block.drafting)
@@ -366,7 +372,8 @@ class _Source:
         """The number of drafts, 1 to ``most``, that was worth most beyond what drafting them costs."""
         if not self.drafting.known:
             trial = self.drafting.trial(most)
-            return most if self.matched is None or self.matched > trial else trial  # a trial must not cost right drafts
+            cheap = self.matched is not None and self.matched <= trial  # a trial should cost no right drafts
+            return trial if cheap or self.seen >= PATIENCE else most
         known, rate = min(most, len(self.worth) - 1), self.usual.tokens_per_second
         if known < 1:
             return most

@@ -77,10 +77,10 @@ class UsualSeconds:
         self._level, self._slow = 1.0, []
 
     def _add(self, drafted: int, seconds: float) -> None:
-        average = self._averages.setdefault(drafted, _Average(seconds, 0))
+        average = self._averages.setdefault(drafted, _Average(seconds / self._level, 0))
         if average.blocks >= _KNOWN:
             self._level += _WEIGHT * (seconds / average.seconds - self._level)
-        average.add(seconds)
+        average.add(seconds / self._level)  # or what the level follows would count twice
 
 
 @dataclass
@@ -158,6 +158,8 @@ class Trials:
 
     def _take(self, count: int, gained: float) -> None:
         del self._others[count]
+        for other in self._others.values():
+            other.cost += gained
         self._others[self.count] = _Other(gained)
         self._usual.scale(statistics.median(self._ratios))
         self.count, self._early, self._trying, self._ratios = count, 0, None, []

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from . import backend
+from .estimates import PLAIN
 from .thread_trials import GAIN, Trials
 
 if TYPE_CHECKING:
@@ -102,14 +103,15 @@ class DecodeThreads:
                 backend.set_blas_threads(self._trials.count)
             if block is None:
                 return
-            if trial is None:
-                self.observe(len(block.drafted), seconds)
-            else:
-                self._judge(trial, len(block.drafted), seconds)
+            length = PLAIN if block.asleep else len(block.drafted)
+            if trial is not None:
+                self._judge(trial, length, seconds)
+            elif decides or backend.blas_threads() == self._trials.count:  # not another use's count
+                self.observe(length, seconds)
             yield block
 
     def observe(self, drafted: int, seconds: float) -> None:
-        """Learn what decoding costs now from a block of ``drafted`` tokens, decoded with the present count."""
+        """Learn from a block of ``drafted`` tokens, or a :data:`PLAIN` step, decoded with the present count."""
         self._trials.observe(drafted, seconds)
 
     def measure(self) -> None:

@@ -607,9 +607,21 @@ def test_a_drafter_with_fewer_drafts_than_there_is_room_for_is_asked_for_half_of
 
 def test_a_shorter_draft_is_tried_where_it_costs_no_right_ones():
     policy = Adaptive()
-    for matched, expected in [(15, 15), (8, 15), (7, 7), (15, 15)]:
-        policy.observe(BlockRecord(15, 15, matched, matched, [0.9] * 15, 0.05, drafting=0.01))
+    for drafted, matched, expected in [(15, 15, 15), (15, 8, 15), (15, 7, 7), (7, 7, 15), (0, 0, 15)]:
+        policy.observe(BlockRecord(drafted, drafted, matched, matched, [0.9] * drafted, 0.05, drafting=0.01))
         assert policy.draft_length(15) == expected
+    policy.observe(BlockRecord(15, 15, 0, 0, [0.9] * 15, 0.05, drafting=0.01))
+    policy.begin()
+    assert policy.draft_length(15) == 15, "the last text says nothing of this one"
+
+
+def test_a_shorter_draft_is_tried_at_last_where_every_draft_is_right():
+    policy, asked = Adaptive(), []
+    for _ in range(40):
+        asked.append(policy.draft_length(15))
+        policy.observe(BlockRecord(asked[-1], asked[-1], asked[-1], asked[-1], [0.99] * asked[-1], 0.05, drafting=0.01))
+    assert asked.count(7) == DraftCosts.trials
+    assert 7 not in asked[:20]
 
 
 def test_a_loaded_policy_knows_what_was_saved_and_tries_no_lengths_anew(tmp_path):

@@ -360,6 +360,18 @@ def test_blocks_of_one_number_of_drafts_tell_what_others_take_now():
     assert usual.expected(7) == pytest.approx(1.2, rel=0.1)
 
 
+def test_a_drift_of_all_blocks_is_counted_once():
+    usual = UsualSeconds()
+    for _ in range(90):
+        usual.learn(3, 1.0)
+    for _ in range(20):
+        usual.learn(3, 1.4)
+    for _ in range(4):
+        usual.learn(5, 1.4)
+    assert usual.expected(3) == pytest.approx(1.4, rel=0.05)
+    assert usual.expected(5) == pytest.approx(1.4, rel=0.05)
+
+
 def observe(trials: Trials, blocks: int, seconds: float = 1.0) -> None:
     for _ in range(blocks):
         trials.observe(3, seconds)

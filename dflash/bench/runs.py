@@ -177,18 +177,30 @@ def _finished(steps: Sequence[Step], seconds: float, request_seconds: float) -> 
 
 
 class _Answer:
-    """A side's answer that is advanced piece by piece, with a random state of its own; only its own time counts."""
+    """A side's answer that is advanced piece by piece, with a random state and a stream of its own.
+
+    Only its own time counts. A piece ends when the device has done what the side has asked of it so far.
+    """
 
     def __init__(self, side: Side, prompt: list[int], seed: int):
         mx.random.seed(seed)
         self.finished, self._random_state = False, _random_state()
+        self._stream = mx.default_stream(mx.default_device())
         self._coming, self._steps = iter(side(prompt)), list[Step]()
         self._tokens, self._seconds, self._request_seconds = 0, 0.0, 0.0
 
     def advance(self, tokens: int) -> None:
         """Until the answer has so many tokens, or ends."""
-        mx.synchronize(generation_stream)
+        others = mx.default_stream(mx.default_device())
+        mx.set_default_stream(self._stream)  # a generator that waits within mx.stream would leave its own to the others
         set_random_state(self._random_state)
+        try:
+            self._advance(tokens)
+        finally:
+            self._random_state, self._stream = _random_state(), mx.default_stream(mx.default_device())
+            mx.set_default_stream(others)
+
+    def _advance(self, tokens: int) -> None:
         while self._tokens < tokens and not self.finished:
             began = time.perf_counter()
             step = next(self._coming, None)
@@ -200,7 +212,18 @@ class _Answer:
             self._seconds += took if self._steps else 0.0
             self._steps.append(step)
             self._tokens += len(step.tokens)
-        self._random_state = _random_state()
+        began = time.perf_counter()
+        mx.synchronize(self._stream)
+        mx.synchronize(generation_stream)
+        if not self.finished:  # what is under way then is a part of this answer
+            waited = time.perf_counter() - began
+            self._request_seconds += waited
+            self._seconds += waited
+
+    def close(self) -> None:
+        """Let the side give back what it holds."""
+        if hasattr(self._coming, "close"):
+            self._coming.close()
 
     def run(self) -> Run:
         """The answer so far."""
@@ -284,11 +307,15 @@ def _together(
             with _failures_named(name, number + 1):
                 answers[name] = _Answer(side, prompt.tokens, seed + run)
         length, turn = 1, number + run
-        while coming := [name for name, answer in answers.items() if not answer.finished]:
-            for name in _rotated(coming, turn):
-                with _failures_named(name, number + 1):
-                    answers[name].advance(length)
-            length, turn = length + PIECE, turn + 1
+        try:
+            while coming := [name for name, answer in answers.items() if not answer.finished]:
+                for name in _rotated(coming, turn):
+                    with _failures_named(name, number + 1):
+                        answers[name].advance(length)
+                length, turn = length + PIECE, turn + 1
+        finally:
+            for answer in answers.values():
+                answer.close()
         for name, answer in answers.items():
             done[name].append(_checked(answer.run(), name, number + 1))
     return done

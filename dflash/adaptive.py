@@ -51,9 +51,11 @@ class Adaptive(Policy):
         self._last_source = ""
         self._asleep = 0
         self._plain_seconds: list[float] = []
+        self._late: BlockRecord | None = None
 
     def begin(self) -> None:
         """A new text begins: soon the drafter is awake, and what the last blocks brought is forgotten."""
+        self.catch_up()
         if self._plain_seconds:
             self._end_nap()
         self._asleep = min(self._asleep, 4 * self._first_nap)
@@ -89,14 +91,17 @@ class Adaptive(Policy):
         if drafts.confidence is None and not source.waiting_pays():
             self._why = {"usual_tokens_per_second": source.usual.tokens_per_second}
             return source.usual_length(drafts.count)
-        tokens, seconds, usual = source.judge(drafts.count, drafts.confidence, drafts.parents)
-        seconds = np.where(np.arange(len(seconds)) == drafts.built, seconds, seconds + drafts.building)
+        tokens, seconds, usual = source.hopes(drafts.count, drafts.confidence, drafts.parents)
         best = int(np.argmax(tokens - usual * seconds))
         self._why = {"tokens": float(tokens[best]), "seconds": float(seconds[best]), "usual_tokens_per_second": usual}
         return best
 
     def observe(self, block: BlockRecord) -> None:
-        """Learn times and chances, and decide whether the drafter stays awake."""
+        """Learn times and chances, and decide whether the drafter stays awake.
+
+        After a block that gained it does, whatever else the block teaches, so that this can wait once enough is known.
+        """
+        self.catch_up()
         if block.asleep:
             self._plain_seconds.append(block.seconds)
             self._credit.add(0.0, block.seconds)
@@ -104,6 +109,19 @@ class Adaptive(Policy):
             if self._asleep == 0:
                 self._end_nap()
             return
+        source = self._source(block.source)
+        if source.seen >= ENOUGH and block.seconds < (block.accepted + 1) * source.costs.plain_step():
+            self._late = block
+        else:
+            self._learn(block)
+
+    def catch_up(self) -> None:
+        """Learn from a block that gained."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._learn(late)
+
+    def _learn(self, block: BlockRecord) -> None:
         source = self._source(block.source)
         source.learn(block)
         # What the block was worth by all that is known now: less chance is in it than in what it committed.
@@ -145,6 +163,7 @@ class Adaptive(Policy):
 
         They are what blocks take and, where it is known, what drafts do; what texts brought is not among them.
         """
+        self.catch_up()
         costs = {
             name: {"blocks": source.costs.seconds(), "drafting": source.drafting.parts()}
             for name, source in self._sources.items()
@@ -272,8 +291,6 @@ class _Source:
     """Tokens that a choice by the probabilities is worth, beyond what the usual length is."""
     waited: _Mean = field(default_factory=_Mean)
     """Seconds that such a choice costs."""
-    judged: bool = False
-    """Whether :meth:`judge` has seen the block that is being decoded."""
     seen: int = 0
     """Blocks so far."""
     matched: int | None = None
@@ -284,10 +301,10 @@ class _Source:
     ) -> np.ndarray:
         """Tokens that a block commits if it verifies 0, 1, .. ``count`` drafts."""
         chances = self.chances.chances(count, confidence)
+        survival = np.ones(count + 1)  # of the anchor, then of each draft
         if parents is None:
-            survival = np.cumprod([1.0, *chances])  # of the anchor, then of each draft
+            np.cumprod(chances, out=survival[1:])
         else:
-            survival = np.ones(count + 1)
             for i, chance in enumerate(chances):
                 survival[i + 1] = chance * survival[parents[i] + 1]
         return np.cumsum(survival)
@@ -302,22 +319,25 @@ class _Source:
         best = np.argmax(tokens * plain - seconds)
         return float(tokens[best]), float(seconds[best])
 
-    def judge(
+    def hopes(
         self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, float]:
         """Of a block that verifies 0, 1, .. ``count`` drafts, the tokens expected and the seconds hoped for.
 
-        The last is what the time of a block usually brings, in tokens per second. What this block says is remembered.
+        The last is what the time of a block usually brings, in tokens per second.
         """
         tokens, seconds = self.expected_tokens(count, confidence, parents), self.costs.hoped_to(count)
         usual = self.usual.tokens_per_second or float(np.max(tokens / (seconds + self.drafting.expected(count))))
-        self.remember_worth(tokens - usual * seconds, tokens, usual)
-        value = (tokens - usual * self.costs.expected_to(count)).tolist()  # what is hoped for is no gain
-        if self.value:
-            self.gained.add(max(value) - value[self.usual_length(count)])
-        self.value = [*_averaged(self.value, value), *self.value[len(value) :]]
-        self.judged = True
         return tokens, seconds, usual
+
+    def remember(self, block: BlockRecord) -> None:
+        """What the numbers of drafts to choose from, and those to verify, were worth in this block."""
+        tokens, seconds, usual = self.hopes(block.drafted, block.confidence, block.parents)
+        self.remember_worth(tokens - usual * seconds, tokens, usual)
+        value = (tokens - usual * self.costs.expected_to(block.drafted)).tolist()  # what is hoped for is no gain
+        if self.value:
+            self.gained.add(max(value) - value[self.usual_length(block.drafted)])
+        self.value = [*_averaged(self.value, value), *self.value[len(value) :]]
 
     def usual_length(self, most: int) -> int:
         """The number of drafts, 0 to ``most``, that was worth most to verify on average."""
@@ -336,9 +356,8 @@ class _Source:
 
     def learn(self, block: BlockRecord) -> None:
         """The block's time, and every draft of which it is known whether the target would have written it."""
-        if not self.judged and self.costs.known:
-            self.judge(block.drafted, block.confidence, block.parents)
-        self.judged = False
+        if self.costs.known:
+            self.remember(block)
         self.seen += 1
         self.matched = None if block.matched == block.drafted else block.matched
         self.costs.observe(block.verified, block.seconds - (block.drafting or self.drafting.expected(block.drafted)))

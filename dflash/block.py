@@ -17,6 +17,7 @@ from .errors import GenerationError
 from .policy import Drafts, Policy
 from .sampling import GREEDY, LogitsProcessor, Sampler, process_logits
 from .target import LoadedTargetModel, TargetCache
+from .target.early import EarlyLayers
 from .trees import outcomes, rows_before
 from .values import short
 from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, token_ids
@@ -97,8 +98,6 @@ class DecodeState:
     target_cache: TargetCache
     draft_cache: Any
     prompt_length: int = field(init=False)
-    last_length: int | None = None
-    """Drafts that the last block verified: what the next one probably will."""
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
@@ -111,12 +110,13 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class Pass:
-    """A target pass over the anchor and the drafts of ``proposal``, as lazy arrays."""
+    """A target pass over the anchor and the drafts of ``proposal``, as lazy arrays; when the device began with it."""
 
     proposal: Proposal
     inputs: mx.array
     logits_LV: mx.array
     features: mx.array
+    begun_at: float | None
 
 
 def propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
@@ -136,40 +136,28 @@ def propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
 class Choice:
     """The pass that verifies, and the chances of the drafts where the policy learns from them.
 
-    If the policy waited for them, they were there at ``known_at``; ``rebuilding`` are the seconds of building a pass
-    of another length.
+    If the policy waited for them, they were there at ``known_at``, and the device then waited ``seconds`` for the pass.
     """
 
     chosen: Pass
     chances_L: mx.array | None
     known_at: float | None = None
-    rebuilding: float = 0.0
+    seconds: float = 0.0
 
 
 def choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Choice:
-    """The pass over as many drafts as the policy says.
-
-    If the policy waits for the drafter's confidence, a pass of the last block's length is built meanwhile, so that the
-    device need not wait for the host afterwards; if the policy then wants another length, it is built anew.
-    """
+    """The pass over as many drafts as the policy says, which the device has begun with."""
     proposed = proposal.tokens.shape[1]
     chances_L = proposal.acceptance_chances() if run.policy.reads_confidence else None
-    if chances_L is None or not run.policy.waits_for_confidence(proposal.source):
-        length = min(ask(run.policy.verify_length, Drafts(proposed, None, proposal.source, proposal.parents)), proposed)
-        return Choice(_build_pass(run, state, proposal.first(length)), chances_L)
-    mx.async_eval(chances_L)
-    undo, began = state.target_cache.undo_point(), time.perf_counter()
-    guess = proposed if state.last_length is None else min(state.last_length, proposed)
-    one, building = _build_pass(run, state, proposal.first(guess)), time.perf_counter() - began
-    confidence, known_at = cast(list[float], chances_L.tolist()), time.perf_counter()
-    drafts = Drafts(proposed, confidence, proposal.source, proposal.parents, guess, building)
+    confidence = known_at = None
+    if chances_L is not None and run.policy.waits_for_confidence(proposal.source):
+        confidence, known_at = cast(list[float], chances_L.tolist()), time.perf_counter()
+    drafts = Drafts(proposed, confidence, proposal.source, proposal.parents)
     length = min(ask(run.policy.verify_length, drafts), proposed)
-    if length == guess:
-        return Choice(one, chances_L, known_at)
-    undo()
-    began = time.perf_counter()
-    one = _build_pass(run, state, proposal.first(length))
-    return Choice(one, chances_L, known_at, time.perf_counter() - began)
+    chosen = _build_pass(run, state, proposal.first(length))
+    if known_at is None or chosen.begun_at is None:
+        return Choice(chosen, chances_L)
+    return Choice(chosen, chances_L, known_at, chosen.begun_at - known_at)
 
 
 def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Pass:
@@ -178,21 +166,24 @@ def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Pass:
     drafts = mx.minimum(proposal.tokens.astype(mx.uint32), run.target.vocab_size - 1)
     inputs = mx.concatenate([state.anchor, drafts], axis=1)
     layer_ids = run.drafter.target_layer_ids
-    logits, features = run.target.forward_with_hidden_states(inputs, state.target_cache, layer_ids, proposal.parents)
+    early = EarlyLayers()
+    logits, features = run.target.forward_with_hidden_states(
+        inputs, state.target_cache, layer_ids, proposal.parents, early
+    )
     logits_LV = logits[0]
     if run.processors:
         before = mx.array(state.tokens[:-1], mx.uint32)
         texts = [mx.concatenate([before, inputs[0, mx.array(rows)]]) for rows in rows_before(proposal.lineage)]
         rows = [process_logits(run.processors, text, logits_LV[i : i + 1]) for i, text in enumerate(texts)]
         logits_LV = mx.concatenate(rows)
-    return Pass(proposal, inputs, logits_LV, features)
+    return Pass(proposal, inputs, logits_LV, features, early.begun_at)
 
 
 def known_outcomes(proposal: Proposal, verified: Verified) -> dict[int, bool]:
     """Of the drafts that follow what was committed, verified or not, which are what was committed next."""
     if proposal.log_q is not None:  # drafts that were drawn tell nothing beyond what the rule says
         return {i: i < verified.accepted for i in range(min(verified.accepted + 1, proposal.tokens.shape[1]))}
-    return outcomes(token_ids(proposal.tokens[0]), proposal.lineage, verified.tokens)
+    return outcomes(token_ids(proposal.tokens), proposal.lineage, verified.tokens)
 
 
 def ask(question: Callable[..., int], *about: Any) -> int:

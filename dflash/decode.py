@@ -26,6 +26,7 @@ from .drafters.protocol import Drafter
 from .policy import BlockRecord
 from .sampling import process_logits
 from .target import LoadedTargetModel, TargetCache
+from .target.early import EarlyLayers
 from .verify import random_states, sample_target, sample_with_states, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
@@ -113,12 +114,13 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     proposal = propose(run, state, length)
     drafted_at = time.perf_counter()
     choice = choose_pass(run, state, proposal)
-    one, chosen_at = choice.chosen, time.perf_counter()
+    one = choice.chosen
     inspected = run.inspect(proposal, one.logits_LV) if run.inspect else None
     mx.async_eval(choice.chances_L, one.logits_LV, one.features, inspected)
+    run.policy.catch_up()
     verified = run.verify(one.proposal, one.logits_LV, run.sampler)
 
-    drafted = token_ids(one.proposal.tokens[0])
+    drafted = token_ids(one.proposal.tokens)
     check_drafted(drafter, drafted, target.vocab_size)
     check_verified(run.verify, verified, drafted, one.proposal.lineage)
     check_committed(target, verified.tokens)
@@ -128,7 +130,6 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     kept = mx.array(rows)
     drafter.extend_context(one.features[:, kept], state.draft_cache, one.inputs[:, kept])
     state.tokens += verified.tokens
-    state.last_length = len(drafted)
     if run.wait:
         mx.eval([c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
     ended = time.perf_counter()
@@ -141,9 +142,9 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
             accepted=verified.accepted,
             matched=sum(known.values()),
             confidence=None if choice.chances_L is None else cast(list[float], choice.chances_L.tolist()),
-            seconds=times.total - choice.rebuilding,
+            seconds=times.total,
             drafting=0.0 if choice.known_at is None else choice.known_at - began,
-            choosing=0.0 if choice.known_at is None else chosen_at - choice.known_at,
+            choosing=choice.seconds,
             source=proposal.source,
             parents=proposal.parents,
             outcomes=known,
@@ -171,8 +172,10 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
     target, drafter = run.target, run.drafter
     begin, history, features = len(state.tokens) - 1, mx.array(state.tokens), []
 
-    def launch(inputs: mx.array) -> tuple[mx.array, mx.array | None]:
-        logits, step_features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
+    def launch(inputs: mx.array, early: EarlyLayers | None = None) -> tuple[mx.array, mx.array | None]:
+        logits, step_features = target.forward_with_hidden_states(
+            inputs, state.target_cache, drafter.target_layer_ids, early=early
+        )
         chosen = sample_with_states(process_logits(run.processors, history, logits[0]), run.sampler)
         mx.async_eval(chosen, step_features)
         features.append(step_features)
@@ -183,7 +186,7 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
         drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
 
     began, left = time.perf_counter(), count
-    coming = launch(state.anchor)
+    coming = launch(state.anchor, EarlyLayers())
     while left > 0:
         left -= 1
         target_token, state_after = coming

@@ -68,6 +68,7 @@ class BlockCosts:
         gain = self._covariance[:, i] / (self._covariance[i, i] + self._noise**2)
         self._mean = self._mean + gain * error
         self._covariance -= np.outer(gain, self._covariance[i])
+        self._tell()
 
     def _follow_noise(self, error: float, variance: float) -> None:
         """Learn of noise and change from the error of an expectation that has this ``variance``, noise aside."""
@@ -77,20 +78,32 @@ class BlockCosts:
         share = self._noise**2 / both  # of the error that is noise
         self._noise = math.sqrt(max(self._noise**2 + self.noise_rate * share * (error**2 - both), self.least_noise**2))
 
+    def _tell(self) -> None:
+        """Seconds of every length, once: they are asked for between two passes, when the device waits."""
+        assert self._mean is not None
+        deviations = np.sqrt(np.maximum(np.diagonal(self._covariance), 0.0))
+        self._seconds = np.exp(self._mean)
+        self._hoped = np.exp(self._mean - np.maximum(deviations - self.familiar, 0.0))
+        plain = self._seconds if self.tried(PLAIN) else self._hoped
+        self._plain_step = min(float(plain[_position(PLAIN)]), float(self._seconds[sorted(self._tried)].min()))
+
     def expected(self, drafts: int) -> float:
         """Seconds. Raises ``RuntimeError`` before anything was observed."""
-        return math.exp(self._known_mean()[_position(drafts)])
+        self._require_known()
+        return float(self._seconds[_position(drafts)])
 
     def expected_to(self, most: int) -> np.ndarray:
         """The same of blocks that verify 0, 1, .. ``most`` drafts."""
-        return np.exp(self._known_mean()[_positions(most)])
+        self._require_known()
+        return self._seconds[_positions(most)]
 
     def hoped_to(self, most: int) -> np.ndarray:
         """The same if it goes as well as one standard deviation: what is not known well gets tried.
 
         Where the deviation is ``familiar``, trying the length again would tell little.
         """
-        return np.exp(self._hoped(_positions(most)))
+        self._require_known()
+        return self._hoped[_positions(most)]
 
     def plain_step(self) -> float:
         """Seconds of a plain step; hopefully, as long as none was observed.
@@ -98,12 +111,12 @@ class BlockCosts:
         No more than those of a block, which does more: where one seems quicker, plain steps were observed while the
         machine was slow.
         """
-        own = self.expected(PLAIN) if self.tried(PLAIN) else math.exp(self._hoped(_position(PLAIN)))
-        return min(own, math.exp(self._known_mean()[sorted(self._tried)].min()))
+        self._require_known()
+        return self._plain_step
 
     def seconds(self) -> dict[int, float]:
         """Expected seconds of every length, :data:`PLAIN` too; nothing before anything was observed."""
-        return {} if self._mean is None else {i - 1: math.exp(x) for i, x in enumerate(self._mean)}
+        return {i - 1: float(x) for i, x in enumerate(self._seconds)} if self.known else {}
 
     @classmethod
     def from_seconds(cls, seconds: Mapping[int, float]) -> "BlockCosts":
@@ -117,16 +130,12 @@ class BlockCosts:
             raise ValueError("A block takes a finite time.")
         costs._covariance = 0.3**2 + 9 * costs._drift
         costs._tried = set(range(LONGEST + 2))
+        costs._tell()
         return costs
 
-    def _hoped(self, positions: "np.ndarray | int") -> np.ndarray:
-        deviations = np.sqrt(np.maximum(self._covariance[positions, positions], 0.0))
-        return self._known_mean()[positions] - np.maximum(deviations - self.familiar, 0.0)
-
-    def _known_mean(self) -> np.ndarray:
+    def _require_known(self) -> None:
         if self._mean is None:
             raise RuntimeError("No block was observed, so no time is known.")
-        return self._mean
 
 
 class DraftCosts:
@@ -233,7 +242,7 @@ class Calibration:
         """The same of ``count`` drafts."""
         if probabilities is None:
             return np.full(count, self.chance(None))
-        p = np.minimum(np.maximum(probabilities[:count], 1e-3), 1 - 1e-3)
+        p = np.minimum(np.maximum(np.array(probabilities[:count]), 1e-3), 1 - 1e-3)
         z = self._slope * np.log(p / (1 - p)) + self._offset
         return 1 / (1 + np.exp(-np.maximum(np.minimum(z, 30.0), -30.0)))
 

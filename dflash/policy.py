@@ -19,16 +19,12 @@ class Drafts:
         confidence: The drafter's probability of each; ``None`` where it has none, or may not be asked.
         source: Which of several drafters made them.
         parents: Where they are a tree, the draft that each follows, -1 for the anchor; the likeliest stand first.
-        built: The length for which the target's pass is built already; ``None``: for none.
-        building: Seconds that it takes to build another.
     """
 
     count: int
     confidence: Sequence[float] | None = None
     source: str = ""
     parents: Sequence[int] | None = None
-    built: int | None = None
-    building: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,12 @@ class BlockRecord:
         matched: Leading drafts equal to what was committed: one more than ``accepted`` where the target's own token
             is the first draft that was not verified.
         confidence: The drafter's probability of each draft; ``None`` where it was not read.
-        seconds: Time of the whole block, without that for building a pass anew, or of the plain step.
+        seconds: Time of the whole block, or of the plain step.
         source: Which of several drafters made the drafts.
         asleep: Whether this was a plain step, for which no drafter was asked.
         parents: As in :class:`Drafts`.
         drafting: The part of ``seconds`` until the drafts were known; 0 where nobody waited for them.
-        choosing: Seconds from then until the pass that verifies them was chosen and built; 0 where nobody waited.
+        choosing: Seconds from then until the device had the pass that verifies them; 0 where nobody waited.
         outcomes: Of the drafts that follow what was committed, verified or not, whether each is what was committed
             next; ``None``: as ``matched`` says of a chain.
     """
@@ -108,6 +104,9 @@ class Policy:
 
     def observe(self, block: BlockRecord) -> None:
         """Learn from a finished block or plain step."""
+
+    def catch_up(self) -> None:
+        """Learn what can wait: the target's pass is under way, and what happens now costs no time."""
 
     def why(self) -> dict[str, float]:
         """What the last choice was expected to bring, as numbers by name, for traces and profiles."""

@@ -58,7 +58,7 @@ class SpeculativeSampling:
         rest_V = mx.maximum(p_V - q_NV[accepted], 0) if accepted < count else p_V  # after the last draft all of p
         rest_V = mx.where(mx.any(rest_V > 0), rest_V, p_V)  # p = q, rejected by rounding
         own = mx.where(mx.isnan(mx.sum(p_V)), NO_TOKEN, mx.random.categorical(mx.log(rest_V)).astype(mx.int32))
-        return Verified([*token_ids(proposal.tokens[0])[:accepted], *token_ids(own[None])], accepted)
+        return Verified([*token_ids(proposal.tokens)[:accepted], *token_ids(own[None])], accepted)
 
 
 def drawn(proposal: Proposal, sampler: DrawingSampler) -> Proposal:

@@ -7,7 +7,7 @@ Shapes: L positions of a block, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -111,7 +111,7 @@ def first_mismatch(proposal: Proposal, logits_LV: mx.array, sampler: Sampler) ->
         return _walk_tree(proposal, proposal.parents, logits_LV, sampler)
     target_tokens_L, states_L2 = sample_with_states(logits_LV, sampler)
     mx.eval(proposal.tokens, target_tokens_L, states_L2)
-    drafted, target_tokens = token_ids(proposal.tokens[0]), token_ids(target_tokens_L)
+    drafted, target_tokens = token_ids(proposal.tokens), token_ids(target_tokens_L)
     accepted = accepted_length(drafted, target_tokens)
     states = random_states(states_L2)[: accepted + 1]
     if states:
@@ -130,15 +130,16 @@ def _walk_tree(proposal: Proposal, parents: list[int], logits_LV: mx.array, samp
 
     if sampler is GREEDY:  # nothing is drawn, so all at once
         best = token_ids(sample_target(logits_LV, sampler))
-        path, tokens = walk(token_ids(proposal.tokens[0]), parents, lambda node: best[node + 1])
+        path, tokens = walk(token_ids(proposal.tokens), parents, lambda node: best[node + 1])
     else:
-        path, tokens = walk(token_ids(proposal.tokens[0]), parents, choose)
+        path, tokens = walk(token_ids(proposal.tokens), parents, choose)
     return Verified(tokens, len(path), states, path)
 
 
 def token_ids(tokens: mx.array) -> list[int]:
-    """An array ``[N]`` of token ids as a list."""
-    return cast(list[int], tokens.tolist())
+    """An array ``[N]`` or ``[1, N]`` of token ids as a list."""
+    ids = tokens.tolist()  # not of tokens[0], which would be one more operation to wait for
+    return cast(list[int], ids if tokens.ndim == 1 else cast(list[Any], ids)[0])
 
 
 def random_states(states_L2: mx.array | None) -> list[list[int]]:

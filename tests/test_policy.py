@@ -14,7 +14,7 @@ from support.errors import refused
 from support.models import bound_drafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, Proposal
-from dflash.adaptive import Adaptive
+from dflash.adaptive import ENOUGH, Adaptive
 from dflash.block import Decoding
 from dflash.decode import decode, prefill
 from dflash.errors import DFlashError, GenerationError
@@ -93,6 +93,7 @@ def speed(world: World, policy: Policy, tokens: int = 2 * CHANGE) -> float:
             confidence, chances = confidence[:count], chances[:count]
             told = policy.reads_confidence and policy.waits_for_confidence("")
             k = policy.verify_length(Drafts(count, confidence if told else None))
+            policy.catch_up()
             wait = world.wait if told else 0.0
             spent, committed, hits = world.seconds(k, at) + wait, expected_tokens(chances)[k], world.accepted(chances)
             noisy, matched = spent * world.noise(), min(hits, k + 1, count)
@@ -267,14 +268,25 @@ def test_damaged_costs_are_refused(tmp_path, name):
         Adaptive.load(path)
 
 
-def test_a_pass_that_is_built_is_taken_where_another_would_gain_less_than_its_building():
+def test_what_a_block_that_gained_teaches_waits_for_the_next_pass():
+    """Such a block leaves the drafter awake. What one that lost teaches may put it to sleep, and is learned at once."""
     policy = Adaptive()
-    for _ in range(20):
-        policy.observe(BlockRecord(15, 15, 7, 7, [0.9] * 15, 0.1))
-    free = policy.verify_length(Drafts(15, [0.9] * 15))
-    assert free != 5
-    assert policy.verify_length(Drafts(15, [0.9] * 15, built=5, building=0.0)) == free
-    assert policy.verify_length(Drafts(15, [0.9] * 15, built=5, building=1.0)) == 5
+
+    def chance_after(accepted: int) -> float:
+        policy.observe(BlockRecord(15, 15, accepted, accepted, [0.9] * 15, 0.1))
+        return policy._source("").chances.chance(0.9)
+
+    chances = [chance_after(5) for _ in range(ENOUGH)]
+    assert len(set(chances)) == ENOUGH, "at first each block is learned at once"
+    assert chance_after(15) == chances[-1]
+    policy.catch_up()
+    learned = policy._source("").chances.chance(0.9)
+    assert learned > chances[-1]
+    assert chance_after(15) == learned
+    policy.begin()
+    assert policy._source("").chances.chance(0.9) > learned, "the end of a text is no reason to forget"
+    learned = policy._source("").chances.chance(0.9)
+    assert chance_after(0) < learned
 
 
 def test_each_source_of_drafts_has_costs_and_chances_of_its_own():
@@ -478,9 +490,9 @@ def test_the_steps_of_a_nap_take_all_of_its_time(monkeypatch):
     model, policy = target("qwen3", 1), Dozing()
     forward = model.forward_with_hidden_states
 
-    def slowly(*inputs):
+    def slowly(*inputs, **early):
         time.sleep(0.1)
-        return forward(*inputs)
+        return forward(*inputs, **early)
 
     monkeypatch.setattr(model, "forward_with_hidden_states", slowly)
     run = Decoding(model, bound_drafter("qwen3", 2), policy=policy)
@@ -578,6 +590,7 @@ def drafts_asked(policy: Policy, blocks: int, fixed: float, each: float) -> list
         n = policy.draft_length(BLOCK - 1)
         drafting = fixed + each * n
         k = policy.verify_length(Drafts(n, [0.9] * n))
+        policy.catch_up()
         accepted = next((i for i in range(k) if rng.random() > 0.9), k)
         seconds = drafting + 0.04 + 0.0005 * k
         policy.observe(BlockRecord(n, k, accepted, min(accepted + 1, n), [0.9] * n, seconds, drafting=drafting))
@@ -609,6 +622,7 @@ def test_a_shorter_draft_is_tried_where_it_costs_no_right_ones():
     policy = Adaptive()
     for drafted, matched, expected in [(15, 15, 15), (15, 8, 15), (15, 7, 7), (7, 7, 15), (0, 0, 15)]:
         policy.observe(BlockRecord(drafted, drafted, matched, matched, [0.9] * drafted, 0.05, drafting=0.01))
+        policy.catch_up()
         assert policy.draft_length(15) == expected
     policy.observe(BlockRecord(15, 15, 0, 0, [0.9] * 15, 0.05, drafting=0.01))
     policy.begin()
@@ -620,6 +634,7 @@ def test_a_shorter_draft_is_tried_at_last_where_every_draft_is_right():
     for _ in range(40):
         asked.append(policy.draft_length(15))
         policy.observe(BlockRecord(asked[-1], asked[-1], asked[-1], asked[-1], [0.99] * asked[-1], 0.05, drafting=0.01))
+        policy.catch_up()
     assert asked.count(7) == DraftCosts.trials
     assert 7 not in asked[:20]
 

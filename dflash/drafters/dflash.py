@@ -244,6 +244,8 @@ class DFlashDraftModel(Trainable, nn.Module):
             mask = block_mask(kv.held, keys_BKLD.shape[2], config.window(layer), config.causal_in_block(layer))
             keys, values = kv.beside(keys_BKLD, values_BKLD)
             scale = queries_BHLD.shape[-1] ** -0.5
-            return mx.fast.scaled_dot_product_attention(queries_BHLD, keys, values, scale=scale, mask=mask)
+            attended = mx.fast.scaled_dot_product_attention(queries_BHLD, keys, values, scale=scale, mask=mask)
+            mx.async_eval(attended)  # the device begins while the later layers are built
+            return attended
 
         return attend

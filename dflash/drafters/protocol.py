@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from ..cpu_math import logsumexp
 from ..trees import chain
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Proposal:
             own_N1 = mx.take_along_axis(logits_NV, known_N1, axis=-1)
         else:
             own_N1 = mx.max(mx.where(self.candidates[0] == tokens_N1, logits_NV, -mx.inf), axis=-1, keepdims=True)
-        return mx.exp(own_N1 - mx.logsumexp(logits_NV, axis=-1, keepdims=True))[:, 0]
+        return mx.exp(own_N1[:, 0] - logsumexp(logits_NV))
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ DRAFTER_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_head
 
 
 class LayerCaller(Protocol):
-    """Makes the calls of layers in place of the backbone, to remember what a rewind needs."""
+    """Makes the calls of layers in place of the backbone: to remember what a rewind needs, or to begin early."""
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``layer`` returns for these arguments."""

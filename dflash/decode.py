@@ -105,8 +105,8 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     """Draft up to ``length`` tokens, verify as many as the policy says in one target pass, commit and rewind.
 
     On return both caches hold exactly the committed tokens without the new anchor. Drafting and verification are one
-    lazy graph with one host synchronisation; a policy that reads the drafter's confidence adds another, and so does a
-    drafter that grows a tree.
+    lazy graph, of which the device computes what is built, with one wait of the host; a policy that reads the drafter's
+    confidence adds another, and so does a drafter that grows a tree.
 
     Raises :class:`~dflash.errors.GenerationError` if drafter, target or rule give what cannot be committed.
     """

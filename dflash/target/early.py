@@ -16,9 +16,10 @@ from ..adapters.base import LayerCaller
 
 
 class EarlyLayers:
-    """Makes the calls of layers and hands each output to the device at once; since :attr:`begun_at` it has something.
+    """Makes the calls of layers and hands each output to the device at once.
 
-    Where a pass has a ``caller`` of its own, this makes the calls.
+    The pass may have a ``caller`` of its own, which then makes the calls. ``begun_at`` is when the device got the first
+    layer, in seconds of ``time.perf_counter``.
     """
 
     def __init__(self) -> None:

@@ -99,7 +99,7 @@ class Adaptive(Policy):
     def observe(self, block: BlockRecord) -> None:
         """Learn times and chances, and decide whether the drafter stays awake.
 
-        After a block that gained it does, whatever else the block teaches, so that this can wait once enough is known.
+        After a block that gained it does, and once enough is known, what such a block teaches waits for the next pass.
         """
         self.catch_up()
         if block.asleep:
@@ -113,7 +113,7 @@ class Adaptive(Policy):
         if source.seen >= ENOUGH and block.seconds < (block.accepted + 1) * source.costs.plain_step():
             self._late = block
         else:
-            self._learn(block)
+            self._decide(source, block, self._learn(block))
 
     def catch_up(self) -> None:
         """Learn from a block that gained."""
@@ -121,7 +121,8 @@ class Adaptive(Policy):
             late, self._late = self._late, None
             self._learn(late)
 
-    def _learn(self, block: BlockRecord) -> None:
+    def _learn(self, block: BlockRecord) -> float:
+        """What the block teaches; the seconds that it was expected to lose."""
         source = self._source(block.source)
         source.learn(block)
         # What the block was worth by all that is known now: less chance is in it than in what it committed.
@@ -134,9 +135,13 @@ class Adaptive(Policy):
         self._credit.add_block(plainly - seconds, plainly)
         source.recent.add(*source.best(tokens_to, plain))
         if source.recent.tokens_per_second * plain >= 1:
-            self._asleep, source.nap = 0, self._first_nap
-        else:
-            in_vain = max(seconds - tokens * plain, 0.0)
+            source.nap = self._first_nap
+        return max(seconds - tokens * plain, 0.0)
+
+    def _decide(self, source: "_Source", block: BlockRecord, in_vain: float) -> None:
+        """Whether the drafter sleeps after the block, which lost ``in_vain`` seconds, and for how long."""
+        plain = source.costs.plain_step()
+        if source.recent.tokens_per_second * plain < 1:
             enough = min(source.nap, in_vain / (self._share * plain))
             self._asleep, source.nap = max(self._first_nap, int(enough)), 2 * source.nap
             source.recent = _Rate(RECENT)

@@ -154,10 +154,10 @@ def choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Choice
         confidence, known_at = cast(list[float], chances_L.tolist()), time.perf_counter()
     drafts = Drafts(proposed, confidence, proposal.source, proposal.parents)
     length = min(ask(run.policy.verify_length, drafts), proposed)
-    chosen = _build_pass(run, state, proposal.first(length))
-    if known_at is None or chosen.begun_at is None:
+    chosen, built_at = _build_pass(run, state, proposal.first(length)), time.perf_counter()
+    if known_at is None:
         return Choice(chosen, chances_L)
-    return Choice(chosen, chances_L, known_at, chosen.begun_at - known_at)
+    return Choice(chosen, chances_L, known_at, (chosen.begun_at or built_at) - known_at)
 
 
 def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Pass:
@@ -168,7 +168,7 @@ def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Pass:
     layer_ids = run.drafter.target_layer_ids
     early = EarlyLayers()
     logits, features = run.target.forward_with_hidden_states(
-        inputs, state.target_cache, layer_ids, proposal.parents, early
+        inputs, state.target_cache, layer_ids, proposal.parents, early=early
     )
     logits_LV = logits[0]
     if run.processors:

@@ -289,6 +289,18 @@ def test_what_a_block_that_gained_teaches_waits_for_the_next_pass():
     assert chance_after(0) < learned
 
 
+def test_the_drafter_falls_asleep_after_a_block_and_not_while_the_next_is_verified():
+    policy = Adaptive()
+    for _ in range(2 * ENOUGH):
+        policy.observe(BlockRecord(15, 15, 0, 0, [0.5] * 15, 0.1))
+    while policy.sleep():
+        policy.observe(BlockRecord(0, 0, 0, 0, None, 0.05, asleep=True))
+    policy.observe(BlockRecord(15, 15, 4, 4, [0.5] * 15, 0.1))  # it gained by luck
+    asleep = policy.sleep()
+    policy.catch_up()
+    assert policy.sleep() == asleep
+
+
 def test_each_source_of_drafts_has_costs_and_chances_of_its_own():
     policy = Adaptive()
     for _ in range(30):

@@ -29,7 +29,7 @@ class EarlyLayers:
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``layer`` returns, on its way."""
         output = layer(*args, **kwargs) if self.caller is None else self.caller.call(layer, args, kwargs)
+        mx.async_eval(output)
         if self.begun_at is None:
             self.begun_at = time.perf_counter()
-        mx.async_eval(output)
         return output

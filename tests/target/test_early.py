@@ -36,8 +36,8 @@ def test_a_pass_that_begins_early_is_the_same_pass(kind, parents, events):
     for begun in (None, early.EarlyLayers()):
         cache = loaded.make_cache()
         loaded.forward_hidden(mx.array([[7, 2, 9]]), cache, ())
-        logits, features = loaded.forward_with_hidden_states(tokens, cache, (0, 1), parents, begun)
-        cache.keep([0, 1])
+        logits, features = loaded.forward_with_hidden_states(tokens, cache, (0, 1), parents, early=begun)
+        cache.keep([0, 1, 4] if parents else [0, 1])  # the last draft of the tree follows the first
         after = loaded.forward_hidden(mx.array([[8]]), cache, ())[0]
         outcomes.append([np.array(x.astype(mx.float32)) for x in (logits, features, after)])
         assert events.count("given") == (0 if begun is None else loaded.num_layers)

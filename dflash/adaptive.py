@@ -113,7 +113,7 @@ class Adaptive(Policy):
         if source.seen >= ENOUGH and block.seconds < (block.accepted + 1) * source.costs.plain_step():
             self._late = block
         else:
-            self._decide(source, block, self._learn(block))
+            self._decide(source, block.drafted, self._learn(block))
 
     def catch_up(self) -> None:
         """Learn from a block that gained."""
@@ -138,14 +138,14 @@ class Adaptive(Policy):
             source.nap = self._first_nap
         return max(seconds - tokens * plain, 0.0)
 
-    def _decide(self, source: "_Source", block: BlockRecord, in_vain: float) -> None:
-        """Whether the drafter sleeps after the block, which lost ``in_vain`` seconds, and for how long."""
+    def _decide(self, source: "_Source", drafted: int, in_vain: float) -> None:
+        """Whether, and for how long, the drafter sleeps after a block that lost ``in_vain`` seconds."""
         plain = source.costs.plain_step()
         if source.recent.tokens_per_second * plain < 1:
             enough = min(source.nap, in_vain / (self._share * plain))
             self._asleep, source.nap = max(self._first_nap, int(enough)), 2 * source.nap
             source.recent = _Rate(RECENT)
-        saving = self._credit.tokens_until(source.next_block(block.drafted) - plain, plain)
+        saving = self._credit.tokens_until(source.next_block(drafted) - plain, plain)
         self._asleep = min(max(self._asleep, saving), self._longest_nap)
 
     def _source(self, name: str) -> "_Source":
@@ -299,7 +299,7 @@ class _Source:
     seen: int = 0
     """Blocks so far."""
     matched: int | None = None
-    """Leading drafts of this text's last block that were right; ``None`` where all were."""
+    """Leading drafts that were right in the last of this text's blocks that was learned; ``None`` where all were."""
 
     def expected_tokens(
         self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None

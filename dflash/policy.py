@@ -106,7 +106,11 @@ class Policy:
         """Learn from a finished block or plain step."""
 
     def catch_up(self) -> None:
-        """Learn what can wait: the target's pass is under way, and what happens now costs no time."""
+        """Learn what can wait: in each block the device has the target's pass now, and nobody reads its tokens yet.
+
+        A policy that puts something off catches up in :meth:`observe` and :meth:`begin` too: plain steps and the end of
+        a text come without such a pass.
+        """
 
     def why(self) -> dict[str, float]:
         """What the last choice was expected to bring, as numbers by name, for traces and profiles."""

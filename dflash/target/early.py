@@ -2,8 +2,8 @@
 
 Knows how the calls of layers are made. Must not know what a pass is for, or any architecture.
 
-To build a pass in Python takes a tenth of its time and more. Where the next pass depends on the last one's tokens, as
-in speculative decoding, nothing else is there for the device to do meanwhile.
+To build a pass takes Python time: 1.7 ms for the bundled target's ten layers on a server CPU, which computes 16 tokens
+in 16 ms. Where the pass depends on tokens that were just found, the device has nothing else to do meanwhile.
 """
 
 import time

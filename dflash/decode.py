@@ -26,7 +26,7 @@ from .drafters.protocol import Drafter
 from .policy import BlockRecord
 from .sampling import process_logits
 from .target import LoadedTargetModel, TargetCache
-from .target.early import EarlyLayers
+from .target.early import EarlyLayers, early_in_pipeline
 from .verify import random_states, sample_target, sample_with_states, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
@@ -172,7 +172,7 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
     target, drafter = run.target, run.drafter
     begin, history, features = len(state.tokens) - 1, mx.array(state.tokens), []
 
-    def launch(inputs: mx.array, early: EarlyLayers | None = None) -> tuple[mx.array, mx.array | None]:
+    def launch(inputs: mx.array, early: EarlyLayers | None) -> tuple[mx.array, mx.array | None]:
         logits, step_features = target.forward_with_hidden_states(
             inputs, state.target_cache, drafter.target_layer_ids, early=early
         )
@@ -192,7 +192,7 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
         target_token, state_after = coming
         if left > 0:
             history = mx.concatenate([history, target_token]) if run.processors else history
-            coming = launch(target_token[None])
+            coming = launch(target_token[None], early_in_pipeline())
         tokens = token_ids(target_token)
         check_committed(target, tokens)
         state.tokens += tokens

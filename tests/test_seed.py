@@ -7,7 +7,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from support.models import ScriptedDrafter, qwen3_model, target
 
-from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy, verify
 from dflash.adapters.conformance import small_models as small
 from dflash.sampling import sample_rows, set_random_state
 
@@ -53,9 +53,18 @@ class Dozing(Policy):
 
 
 pytestmark = pytest.mark.looks_at_the_clock  # the text must not
+
+
+@pytest.fixture(params=[10**9, 0], ids=["all rows drawn", "only those reached"])
+def draws(request, monkeypatch) -> None:
+    """Both ways to draw: the size of the vocabulary chooses."""
+    monkeypatch.setattr(verify, "DEAR_VOCABULARY", request.param)
+
+
 POLICIES = {"full": "full", "none": 0, "three": 3, "adaptive": "adaptive", "dozing": Dozing()}
 
 
+@pytest.mark.usefixtures("draws")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_seed_gives_mlx_lms_text_under_every_policy(policy):
     loaded = target("llama", 2)
@@ -83,6 +92,7 @@ def test_a_seed_gives_mlx_lms_text_with_bounded_and_quantised_caches(limits):
     assert drafted(loaded, text, **limits) == text
 
 
+@pytest.mark.usefixtures("draws")
 @pytest.mark.parametrize(
     "options",
     [{"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4}, {"top_p": 0.9, "min_p": 0.02, "top_k": 6}],
@@ -103,6 +113,7 @@ PROCESSORS = {
 }
 
 
+@pytest.mark.usefixtures("draws")
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_a_seed_gives_mlx_lms_text_with_every_logits_processor(name):
     loaded = target("llama", 2)
@@ -112,6 +123,7 @@ def test_a_seed_gives_mlx_lms_text_with_every_logits_processor(name):
     assert drafted(loaded, text, logits_processors=processors, policy=Dozing()) == text
 
 
+@pytest.mark.usefixtures("draws")
 def test_a_sampler_of_ones_own_may_draw_as_often_as_it_likes():
     """mlx-lm's XTC draws twice a token; another one draws only where it is in doubt."""
     loaded = target("llama", 2)
@@ -123,6 +135,7 @@ def test_a_sampler_of_ones_own_may_draw_as_often_as_it_likes():
         assert drafted(loaded, text, policy=policy, **asked) == text
 
 
+@pytest.mark.usefixtures("draws")
 def test_a_text_that_ends_within_a_block_leaves_the_random_state_of_its_last_token():
     loaded = target("llama", 2)
     text = plain(loaded)

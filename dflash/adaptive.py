@@ -43,7 +43,7 @@ class Adaptive(Policy):
 
     reads_confidence = True
 
-    def __init__(self, first_nap: int = 2, longest_nap: int = 128, share: float = 0.01, loss: float = 0.04):
+    def __init__(self, first_nap: int = 4, longest_nap: int = 128, share: float = 0.01, loss: float = 0.04):
         self._first_nap, self._longest_nap, self._share = first_nap, longest_nap, share
         self._credit = _Credit(loss)
         self._sources: dict[str, _Source] = {}
@@ -58,7 +58,7 @@ class Adaptive(Policy):
         self.catch_up()
         if self._plain_seconds:
             self._end_nap()
-        self._asleep = min(self._asleep, 4 * self._first_nap)
+        self._asleep = min(self._asleep, 2 * self._first_nap)
         self._credit.begin()
         for source in self._sources.values():
             source.recent = _Rate(RECENT)

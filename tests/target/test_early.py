@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from support.models import bound_drafter, target
 
+from dflash.block import Decoding
+from dflash.decode import plain_steps, prefill
 from dflash.drafters import dflash as block_drafter
 from dflash.target import early
 
@@ -67,3 +69,13 @@ def test_a_drafter_begins_with_each_layer_before_the_next_is_built(events):
     drafter.extend_context(features, cache, mx.array([[1, 2, 3]]))
     drafter.propose(mx.array([[4]]), 3, cache)
     assert events == ["given"] * drafter.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(("on_a_cpu", "early_steps"), [(True, 3), (False, 1)])
+def test_the_steps_of_a_nap_begin_early_where_the_host_cannot_build_ahead(on_a_cpu, early_steps, events, monkeypatch):
+    monkeypatch.setattr(early, "on_cpu", lambda: on_a_cpu)
+    run = Decoding(target("qwen3"), bound_drafter("qwen3", 0))
+    state = prefill(run, [3, 1, 4])
+    events.clear()
+    assert len(list(plain_steps(run, state, 3))) == 3
+    assert len(events) == early_steps * run.target.num_layers

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from .backend import on_cpu
 from .block import (
     Block,
     BlockTimes,
@@ -26,7 +27,7 @@ from .drafters.protocol import Drafter
 from .policy import BlockRecord
 from .sampling import process_logits
 from .target import LoadedTargetModel, TargetCache
-from .target.early import EarlyLayers, early_in_pipeline
+from .target.early import EarlyLayers
 from .verify import random_states, sample_target, sample_with_states, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
@@ -106,7 +107,8 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
 
     On return both caches hold exactly the committed tokens without the new anchor. Drafting and verification are one
     lazy graph, of which the device computes what is built, with one wait of the host; a policy that reads the drafter's
-    confidence adds another, and so does a drafter that grows a tree.
+    confidence adds another, and so does a drafter that grows a tree. A rule that draws one token after another
+    waits for each.
 
     Raises :class:`~dflash.errors.GenerationError` if drafter, target or rule give what cannot be committed.
     """
@@ -192,7 +194,9 @@ def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block
         target_token, state_after = coming
         if left > 0:
             history = mx.concatenate([history, target_token]) if run.processors else history
-            coming = launch(target_token[None], early_in_pipeline())
+            # MLX's CPU backend lets the host go on when at most 100 operations are left, the last third of a small
+            # model's pass: time for text, policy and a first layer, not for all of them. A GPU takes a pass as a whole.
+            coming = launch(target_token[None], EarlyLayers() if on_cpu() else None)
         tokens = token_ids(target_token)
         check_committed(target, tokens)
         state.tokens += tokens

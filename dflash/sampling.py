@@ -30,8 +30,8 @@ LOGITS_PROCESSORS: Registry[LogitsProcessor] = Registry("logits processor", "dfl
 def register_sampler(name: str) -> Callable[[Sampler], Sampler]:
     """Decorator: make a :data:`Sampler` known as ``name``, for ``decoder.generate(..., sampler=name)``.
 
-    It is called once per position with log-probabilities ``[1, V]``, as plain mlx-lm calls it, and returns the
-    token ``[1]``. It must keep no state but MLX's random state: it is also asked about positions that turn out
+    It is called at most once per position with log-probabilities ``[1, V]``, as plain mlx-lm calls it, and returns
+    the token ``[1]``. It must keep no state but MLX's random state: it may also be asked about positions that turn out
     to be rejected.
     """
     return SAMPLERS.register(name)

@@ -57,8 +57,9 @@ pytestmark = pytest.mark.looks_at_the_clock  # the text must not
 
 @pytest.fixture(params=[10**9, 0], ids=["all rows drawn", "only those reached"])
 def draws(request, monkeypatch) -> None:
-    """Both ways to draw: the size of the vocabulary chooses."""
-    monkeypatch.setattr(verify, "DEAR_VOCABULARY", request.param)
+    """Both ways to draw: on a CPU, the size of the vocabulary chooses."""
+    monkeypatch.setattr(verify, "on_cpu", lambda: True)
+    monkeypatch.setattr(verify, "COSTLY_VOCABULARY", request.param)
 
 
 POLICIES = {"full": "full", "none": 0, "three": 3, "adaptive": "adaptive", "dozing": Dozing()}

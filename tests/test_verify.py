@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import make_sampler
 from support.errors import refused
 from support.models import ScriptedDrafter, plain_greedy, qwen3_model, target
 
-from dflash import DFlashError, DFlashSpeculativeDecoder, Proposal, Verified, register_verify
+from dflash import DFlashError, DFlashSpeculativeDecoder, Proposal, Verified, register_verify, verify
 from dflash.sampling import GREEDY
 from dflash.verify import NO_TOKEN, VERIFY_RULES, accepted_length, first_mismatch, sample_target
 
@@ -29,6 +29,36 @@ def test_first_mismatch_commits_the_agreeing_drafts_and_the_targets_next_token(d
     agree = next((i for i, d in enumerate(drafted) if d != target_tokens[i]), len(drafted))
     assert verified == Verified(target_tokens[: agree + 1], agree)
     assert accepted_length(drafted, target_tokens) == agree
+
+
+def best_of_rows(sampled: list[int]):
+    """A sampler that is not known to be greedy, and notes how many rows it is asked about."""
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        sampled.append(logprobs.shape[0])
+        return mx.argmax(logprobs, axis=-1)
+
+    return sampler
+
+
+@pytest.mark.parametrize(("cpu", "costly", "calls"), [(True, 4, 2), (True, 5, 4), (False, 4, 4)])
+def test_where_draws_cost_more_than_waits_none_is_made_beyond_the_first_mismatch(cpu, costly, calls, monkeypatch):
+    monkeypatch.setattr(verify, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(verify, "COSTLY_VOCABULARY", costly)
+    sampled: list[int] = []
+    verified = first_mismatch(Proposal(mx.array([[1, 2, 3]])), one_hot([1, 0, 3, 2]), best_of_rows(sampled))
+    assert (verified.tokens, verified.accepted, verified.path) == ([1, 0], 1, None)
+    assert len(verified.random_states) == 2
+    assert sampled == [1] * calls
+
+
+@pytest.mark.parametrize(("row", "tokens"), [(1, [1, NO_TOKEN]), (2, [1, 0])])
+def test_logits_that_are_not_a_number_matter_where_they_are_reached(row, tokens, monkeypatch):
+    monkeypatch.setattr(verify, "on_cpu", lambda: True)
+    monkeypatch.setattr(verify, "COSTLY_VOCABULARY", 0)
+    logits = one_hot([1, 0, 3, 2])
+    logits[row] = NAN
+    assert first_mismatch(Proposal(mx.array([[1, 2, 3]])), logits, best_of_rows([])).tokens == tokens
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])

@@ -15,7 +15,8 @@ import mlx.core as mx
 
 from ..generate import DFlashSpeculativeDecoder
 from ..sampling import Sampler
-from ..verify import sample_target
+from ..target.early import EarlyLayers
+from ..verify import draws_only_reached, sample_target
 from .runs import PromptResult
 from .statistics import acceptance_length
 
@@ -112,13 +113,15 @@ class _Replay:
         return times
 
     def verify(self) -> list[float]:
-        """Seconds of one target pass over a whole block, with the target's choices and features."""
+        """Seconds of one target pass over a whole block, with features and the target's choices that the rule needs."""
         cache = self._prompt_cache()
+        needed = self.stride if draws_only_reached(self.sampler, self.target.vocab_size) else self.width
         times = []
         for i in range(self.start, self.end, self.stride):
             begin, block = time.perf_counter(), self.tokens[:, i : i + self.width]
-            logits, features = self.target.forward_with_hidden_states(block, cache, self.drafter.target_layer_ids)
-            mx.eval(sample_target(logits[0], self.sampler), features)
+            layer_ids, early = self.drafter.target_layer_ids, EarlyLayers()
+            logits, features = self.target.forward_with_hidden_states(block, cache, layer_ids, early=early)
+            mx.eval(sample_target(logits[0, :needed], self.sampler), features)
             times.append(time.perf_counter() - begin)
             self.target.rewind_kv_caches(cache, i + self.stride)
         return times

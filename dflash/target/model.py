@@ -115,7 +115,7 @@ class LoadedTargetModel:
         Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place, and can
         be rewound within these tokens until the next pass. With ``parents`` the tokens after the first are a tree
         (:mod:`dflash.trees`), ``B`` is 1, and :meth:`TargetCache.keep` says which path remains. With ``early`` the
-        device begins while the rest of the pass is built, which pays where it has nothing else to do.
+        device begins while the rest of the pass is built, which pays where it would else run out of work.
 
         Raises :class:`~dflash.errors.IncompatibleModelsError`, naming a layer, where trees are not possible.
         """

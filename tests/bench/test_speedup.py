@@ -35,6 +35,17 @@ def test_the_replay_commits_tau_tokens_a_block(tau, blocks, monkeypatch):
     assert len(drafter.asked) == 2 * a_pass  # a warm-up and one pass
 
 
+@pytest.mark.parametrize(("reached", "rows"), [(True, 3), (False, 8)])
+def test_the_replay_draws_as_many_tokens_a_block_as_the_rule_does(reached, rows, monkeypatch):
+    monkeypatch.setattr(speedup, "PASSES", 1)
+    monkeypatch.setattr(speedup, "draws_only_reached", lambda sampler, vocab_size: reached)
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 1), ScriptedDrafter(range(40), 32, block_size=8))
+    drawn = []
+    sampler = make_sampler(temp=1.0)
+    measure_limit(decoder, [1, 2, 3], [4, 5, 6, 7, 8, 9], 3.0, lambda row: drawn.append(row) or sampler(row))
+    assert len(drawn) == 2 * (6 + 2 * rows)  # a warm-up and one pass: six plain steps, two blocks
+
+
 @pytest.mark.parametrize(
     ("tokens", "blocks", "verified", "measured"),
     [(24, 50, 3, True), (23, 50, 3, False), (24, 49, 3, False), (24, 50, 2, False)],

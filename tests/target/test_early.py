@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from support.models import bound_drafter, target
 
+from dflash import decode
 from dflash.block import Decoding
 from dflash.decode import plain_steps, prefill
 from dflash.drafters import dflash as block_drafter
@@ -73,7 +74,7 @@ def test_a_drafter_begins_with_each_layer_before_the_next_is_built(events):
 
 @pytest.mark.parametrize(("on_a_cpu", "early_steps"), [(True, 3), (False, 1)])
 def test_the_steps_of_a_nap_begin_early_where_the_host_cannot_build_ahead(on_a_cpu, early_steps, events, monkeypatch):
-    monkeypatch.setattr(early, "on_cpu", lambda: on_a_cpu)
+    monkeypatch.setattr(decode, "on_cpu", lambda: on_a_cpu)
     run = Decoding(target("qwen3"), bound_drafter("qwen3", 0))
     state = prefill(run, [3, 1, 4])
     events.clear()

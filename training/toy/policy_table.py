@@ -21,7 +21,7 @@ from dflash.block import Decoding
 from dflash.decode import decode, prefill
 from dflash.drafters.protocol import Proposal
 from dflash.files import atomic_write
-from dflash.policy import Fixed
+from dflash.policy import Fixed, Policy
 from dflash.progress import progress
 from dflash.prompts import read_conversations
 from dflash.sampling import GREEDY, DrawingSampler
@@ -31,6 +31,14 @@ from .stdlib_prompts import beginnings
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)
 MAX_TOKENS = 200
 BEGIN, END = "<!-- policy table: make bench -->", "<!-- end of policy table -->"
+
+
+class Asleep(Policy):
+    """Plain steps only: what the adaptive policy decodes with where drafts do not pay."""
+
+    def sleep(self) -> int:
+        """All of an answer."""
+        return MAX_TOKENS
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,10 @@ class Row:
 
 
 def measure(case: Case, decoder: DFlashSpeculativeDecoder, temperature: float, runs: int) -> Row:
-    """Every length, the adaptive policy and plain decoding on each request, together."""
+    """Plain steps, every length, the adaptive policy and plain mlx_lm on each request, together."""
     target, sampler = decoder.loaded_target, GREEDY if temperature == 0 else DrawingSampler(temperature)
-    policies: dict[str, str | int] = {**{str(k): k for k in LENGTHS}, "adaptive": "adaptive"}
+    lengths = {str(k): k for k in LENGTHS}
+    policies: dict[str, str | int | Policy] = {"asleep": Asleep(), **lengths, "adaptive": "adaptive"}
     sides = {name: dflash_side(decoder, MAX_TOKENS, temperature, policy=policy) for name, policy in policies.items()}
     plain = plain_side(target, MAX_TOKENS, sampler=sampler)
     turns = compare(target, plain, sides, case.prompts, runs, threads=decoder.threads, together=True)
@@ -85,22 +94,25 @@ def measure(case: Case, decoder: DFlashSpeculativeDecoder, temperature: float, r
 def _oracles(
     decoder: DFlashSpeculativeDecoder, sampler: Callable[[mx.array], mx.array], result: dict[str, PromptResult]
 ) -> tuple[float, float]:
-    """Ratios of an oracle that drafts every block, and of one that also takes plain steps where these are quicker.
+    """Ratios of an oracle that drafts every block, and of one that also lets the drafter sleep where that is quicker.
 
     Both know how many drafts of a block at each position match the text, and what a block of each length takes in
     this answer. The least time from each position to the end is found backwards.
     """
-    plain = result[next(iter(result))].plain[0]
-    matched = list(_matched_everywhere(decoder, sampler, result["1"].prompt.tokens, plain.tokens))
-    step = statistics.median(run.seconds / (len(run.tokens) - 1) for run in result["1"].plain if len(run.tokens) > 1)
+    asleep = result["asleep"]
+    matched = list(_matched_everywhere(decoder, sampler, asleep.prompt.tokens, asleep.plain[0].tokens))
+    plain_step, step = (
+        statistics.median(run.seconds / (len(run.tokens) - 1) for run in runs if len(run.tokens) > 1)
+        for runs in (asleep.plain, asleep.dflash)
+    )
     costs = {k: _block_seconds(result[str(k)]) for k in LENGTHS}
     ratios = []
-    for plain_step in (float("inf"), step):
+    for sleep in (float("inf"), step):
         rest = [0.0] * (len(matched) + 1)
         for i in range(len(matched) - 1, -1, -1):
             blocks = (costs[k] + rest[min(i + 1 + min(matched[i], k), len(matched))] for k in LENGTHS)
-            rest[i] = min(plain_step + rest[i + 1], *blocks)
-        ratios.append(step * len(matched) / rest[0])
+            rest[i] = min(sleep + rest[i + 1], *blocks)
+        ratios.append(plain_step * len(matched) / rest[0])
     return ratios[0], ratios[1]
 
 
@@ -131,12 +143,12 @@ def _matched_everywhere(
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: one line a case."""
-    head = ["speed over plain mlx_lm", *(str(k) for k in LENGTHS), "**adaptive**", "oracle", "oracle that may sleep"]
+    fixed = ["asleep", *(str(k) for k in LENGTHS)]
+    head = ["speed over plain mlx_lm", *fixed, "**adaptive**", "oracle", "oracle that may sleep"]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---|' * (len(head) - 1)}"]
     for row in rows:
-        numbers = [*(row.ratios[str(k)] for k in LENGTHS), row.ratios["adaptive"], row.oracle, row.waking_oracle]
-        cells = [f"{x:.2f}" for x in numbers]
-        cells[len(LENGTHS)] = f"**{cells[len(LENGTHS)]}**"
+        cells = [f"{x:.2f}" for x in (*map(row.ratios.__getitem__, fixed), row.oracle, row.waking_oracle)]
+        cells.insert(len(fixed), f"**{row.ratios['adaptive']:.2f}**")
         lines.append(f"| {row.name} | {' | '.join(cells)} |")
     same, all_of_them = (sum(column) for column in zip(*(row.identical for row in rows), strict=True))
     return "\n".join([*lines, "", f"Tokens identical to plain mlx_lm in {same} of {all_of_them} answers."])

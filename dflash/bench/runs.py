@@ -4,6 +4,7 @@ Knows how to time a stream of tokens. Must not know the command line, tokenizers
 an answer is judged.
 """
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -255,8 +256,8 @@ def compare(
     with the number of BLAS threads that ``threads`` chose before the first prompt.
 
     With ``together`` the turns are pieces of ``PIECE`` tokens, not whole answers: on a shared machine, whose speed
-    moves by a third within seconds, all sides then meet the same. Each piece pays a little for what the others left
-    in the processor's caches.
+    moves by a third within seconds, all sides then meet the same. Each piece pays a little for what the one before it
+    left in the processor's caches, so the order is drawn anew each turn.
 
     Raises :class:`~dflash.errors.DFlashError`, naming side and prompt, if one side fails; with ``on_failure`` it
     goes there instead, and the next prompt follows.
@@ -309,7 +310,7 @@ def _together(
         length, turn = 1, number + run
         try:
             while coming := [name for name, answer in answers.items() if not answer.finished]:
-                for name in _rotated(coming, turn):
+                for name in random.Random(turn).sample(coming, len(coming)):
                     with _failures_named(name, number + 1):
                         answers[name].advance(length)
                 length, turn = length + PIECE, turn + 1

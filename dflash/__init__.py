@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from .drafters.protocol import Proposal as Proposal
     from .drafters.vocabularies import is_draft_model_compatible as is_draft_model_compatible
     from .generate import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
-    from .policy import BlockRecord as BlockRecord
-    from .policy import Drafts as Drafts
-    from .policy import Policy as Policy
-    from .policy import register_policy as register_policy
+    from .policies.base import BlockRecord as BlockRecord
+    from .policies.base import Drafts as Drafts
+    from .policies.base import Policy as Policy
+    from .policies.base import register_policy as register_policy
     from .profile import Profile as Profile
     from .prompt_cache import PromptCache as PromptCache
     from .prompts import read_conversations as read_conversations
@@ -57,16 +57,16 @@ if TYPE_CHECKING:
     from .verify import register_verify as register_verify
 
 _MODULE_OF = {
-    "BlockRecord": "policy",
+    "BlockRecord": "policies.base",
     "DFlashConfig": "drafters.config",
     "DFlashDraftModel": "drafters.dflash",
     "DFlashResponse": "stream",
     "DFlashSpeculativeDecoder": "generate",
     "DecodeOptions": "request",
     "Drafter": "drafters.protocol",
-    "Drafts": "policy",
+    "Drafts": "policies.base",
     "LoadedTargetModel": "target",
-    "Policy": "policy",
+    "Policy": "policies.base",
     "Profile": "profile",
     "PromptCache": "prompt_cache",
     "Proposal": "drafters.protocol",
@@ -80,7 +80,7 @@ _MODULE_OF = {
     "register_adapter": "adapters",
     "register_drafter": "drafters.kinds",
     "register_logits_processor": "sampling",
-    "register_policy": "policy",
+    "register_policy": "policies.base",
     "register_sampler": "sampling",
     "register_verify": "verify",
     "save_drafter": "drafters.checkpoint",

@@ -14,7 +14,7 @@ import mlx.core as mx
 from .drafters.checks import proposed_tokens
 from .drafters.protocol import Drafter, Proposal
 from .errors import GenerationError
-from .policy import Drafts, Policy
+from .policies.base import Drafts, Policy
 from .sampling import GREEDY, LogitsProcessor, Sampler, process_logits
 from .target import LoadedTargetModel, TargetCache
 from .target.early import EarlyLayers

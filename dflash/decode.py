@@ -24,7 +24,7 @@ from .block import (
 )
 from .drafters.checks import check_drafted
 from .drafters.protocol import Drafter
-from .policy import BlockRecord
+from .policies.base import BlockRecord
 from .sampling import process_logits
 from .target import LoadedTargetModel, TargetCache
 from .target.early import EarlyLayers

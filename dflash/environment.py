@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import backend
-from .threads import DecodeThreads
+from .policies.threads import DecodeThreads
 
 PACKAGES = ("dflash-research", "mlx", "mlx-lm", "transformers")
 

@@ -25,7 +25,8 @@ from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
 from .drafters.tree import TreeDrafter
 from .errors import GenerationError, IncompatibleModelsError
-from .policy import Policy
+from .policies.base import Policy
+from .policies.threads import threads_for
 from .prompt_cache import PromptCache
 from .request import DecodeOptions, decode_options
 from .stream import DFlashResponse, Step, first_block, responses, through_stop
@@ -33,7 +34,6 @@ from .target import LoadedTargetModel, TargetCache, load_target
 from .target.load import BUNDLED
 from .target.load import PAIR as PAIR
 from .text import TextStream
-from .threads import threads_for
 from .tokens import Prompt, prompt_tokens, token_row
 from .trace import TokenTexts, inspect, recording
 from .values import require_count
@@ -56,7 +56,7 @@ class DFlashSpeculativeDecoder:
         adapter: The target's adapter; found by ``model_type`` when ``None``.
         options: Defaults for every request: fields of :class:`~dflash.request.DecodeOptions`.
 
-    :attr:`threads` (:class:`~dflash.threads.DecodeThreads`) says how many BLAS threads it chose on a CPU, and why.
+    :attr:`threads` (:class:`~dflash.policies.threads.DecodeThreads`) says how many BLAS threads it chose on a CPU, and why.
 
     Raises :class:`~dflash.errors.IncompatibleModelsError` if drafter and target do not fit, or the
     target's caches cannot be rewound exactly, and :class:`~dflash.errors.GenerationError` for impossible sizes

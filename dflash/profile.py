@@ -36,7 +36,7 @@ class Profile:
     """A request's seconds by part and its blocks by verify length; a :data:`~dflash.trace.Trace` that adds up.
 
     Parts: ``prefill``; ``draft``, ``verify`` and ``rewind`` of the blocks; ``plain`` steps while the drafter sleeps;
-    ``threads``, the choice of the number of BLAS threads (:mod:`dflash.threads`); ``host``, all the rest, in which the
+    ``threads``, the choice of the number of BLAS threads (:mod:`dflash.policies.threads`); ``host``, all the rest, in which the
     caller's own time is. They add up to the time of the request.
     """
 

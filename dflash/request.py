@@ -14,9 +14,9 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.sample_utils import make_logits_processors
 
 from . import speculative as _registers_its_rule  # noqa: F401
-from .adaptive import Adaptive
 from .errors import GenerationError, did_you_mean
-from .policy import POLICIES, Fixed, Policy
+from .policies.adaptive import Adaptive
+from .policies.base import POLICIES, Fixed, Policy
 from .prompt_cache import PromptCache
 from .registry import Registry
 from .sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler
@@ -57,7 +57,7 @@ class DecodeOptions:
             ``"speculative_sampling"``, both exact, or one's own.
         policy: How many drafts each block verifies: ``"adaptive"`` (what commits most tokens per second here; the
             drafter sleeps where it does not pay), ``"full"`` (all), a number, the name of a registered policy, a file
-            of costs (``.json``) that an adaptive one saved, or a :class:`~dflash.policy.Policy` of one's own. It never
+            of costs (``.json``) that an adaptive one saved, or a :class:`~dflash.policies.base.Policy` of one's own. It never
             changes the text.
         tree: Verify a tree of this many drafts in each block, the likeliest paths through it, in place of a chain
             (:mod:`dflash.trees`); a policy chooses how many of them. For targets whose layers all keep full attention's

@@ -29,7 +29,7 @@ parts, as with ``profile=True``, or of work that overlaps on the device), ``date
   then the others from the likeliest on, and row ``i`` of ``target_top`` is the one that checked draft ``i``
 - ``texts`` (of each token id that this request names for the first time)
 - ``seconds`` by part: ``prefill``, or ``draft``, ``verify`` and ``rewind``, or ``plain``; ``threads``, where the number
-  of BLAS threads was chosen before it (:mod:`dflash.threads`); and ``host``, the rest, in which the caller's own time
+  of BLAS threads was chosen before it (:mod:`dflash.policies.threads`); and ``host``, the rest, in which the caller's own time
   is. ``time``: seconds since the request began
 """
 

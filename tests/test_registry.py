@@ -7,7 +7,7 @@ import pytest
 from support.errors import refused
 
 from dflash.errors import DFlashError
-from dflash.policy import POLICIES
+from dflash.policies.base import POLICIES
 from dflash.registry import Registry, load_plugin
 
 

@@ -284,8 +284,8 @@ def test_the_choice_of_a_thread_count_is_a_part_of_its_own(monkeypatch):
         threads.count, threads._most = most, most
         time.sleep(0.05)
 
-    monkeypatch.setattr("dflash.threads.left_alone", lambda: None)
-    monkeypatch.setattr("dflash.threads.DecodeThreads._measure", measured)
+    monkeypatch.setattr("dflash.policies.threads.left_alone", lambda: None)
+    monkeypatch.setattr("dflash.policies.threads.DecodeThreads._measure", measured)
     decoder = random_decoder()
     traced(decoder, max_tokens=2)  # another request may measure again, this one must
     decoder.threads.count = None

@@ -12,12 +12,12 @@ from support.models import ScriptedDrafter, llama_model, plain_greedy, qwen3_mod
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Proposal
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance import small_models as small
-from dflash.adaptive import Adaptive
 from dflash.block import Decoding
 from dflash.decode import decode, prefill
 from dflash.drafters.tree import TreeDrafter, likeliest
 from dflash.errors import DFlashError
-from dflash.policy import BlockRecord, Drafts
+from dflash.policies.adaptive import Adaptive
+from dflash.policies.base import BlockRecord, Drafts
 from dflash.target import tree as tree_pass
 from dflash.target.compare import assert_same_caches
 from dflash.target.rewind import _MOVES

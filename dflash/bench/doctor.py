@@ -14,9 +14,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import backend
 from ..environment import PACKAGES, device_name, package_version
+from ..policies.threads import left_alone, threads_for
 from ..target import LoadedTargetModel
 from ..target.rewind import describe
-from ..threads import left_alone, threads_for
 
 _MATMUL_SIZE = 1024  # takes 0.3 s with the slowest BLAS seen (7 GFLOP/s), so five repeats stay bearable
 _REPEATS = 5

@@ -17,10 +17,10 @@ from mlx_lm.generate import generation_stream
 
 from ..errors import DFlashError, GenerationError, one_line
 from ..generate import DFlashSpeculativeDecoder
+from ..policies.threads import DecodeThreads
 from ..prompts import Conversation
 from ..sampling import GREEDY, LogitsProcessor, Sampler, set_random_state
 from ..target import LoadedTargetModel
-from ..threads import DecodeThreads
 from .identity import Difference, find_difference
 
 PLAIN, DFLASH = "plain mlx_lm", "DFlash"

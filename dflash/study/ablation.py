@@ -21,10 +21,10 @@ from ..environment import environment
 from ..errors import DFlashError, one_line
 from ..files import atomic_write, exclusive_lock, remove_unfinished, write_json
 from ..generate import DFlashSpeculativeDecoder
+from ..policies.threads import DecodeThreads, threads_for
 from ..progress import progress
 from ..request import decode_options
 from ..target import load_target
-from ..threads import DecodeThreads, threads_for
 from ..training.loop.run_folder import read_log
 from ..training.recipe import Recipe
 from ..training.train import FINISHED as DRAFTER

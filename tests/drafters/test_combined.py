@@ -23,7 +23,7 @@ from dflash.decode import decode, prefill
 from dflash.drafters.combined import Chance, CombinedDrafter
 from dflash.drafters.ngram import WAKING, NgramDrafter
 from dflash.generate import PAIR
-from dflash.policy import Policy
+from dflash.policies.base import Policy
 from dflash.target.compare import assert_close
 
 NEAR_TIE = 1e-4

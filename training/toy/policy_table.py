@@ -21,7 +21,7 @@ from dflash.block import Decoding
 from dflash.decode import decode, prefill
 from dflash.drafters.protocol import Proposal
 from dflash.files import atomic_write
-from dflash.policy import Fixed, Policy
+from dflash.policies.base import Fixed, Policy
 from dflash.progress import progress
 from dflash.prompts import read_conversations
 from dflash.sampling import GREEDY, DrawingSampler

@@ -7,7 +7,7 @@ it writes. The one that learns is in ``adaptive.py``.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .registry import Registry
+from ..registry import Registry
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from . import backend
+from .. import backend
 from .estimates import PLAIN
 from .thread_trials import GAIN, Trials
 
 if TYPE_CHECKING:
-    from .block import Block
-    from .target import LoadedTargetModel
+    from ..block import Block
+    from ..target import LoadedTargetModel
 
 VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """A user's own settings: where one of them is set, its count is kept."""

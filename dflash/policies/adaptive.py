@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .errors import DFlashError
+from ..errors import DFlashError
+from ..files import read_json, write_json
+from .base import BlockRecord, Drafts, Policy, register_policy
 from .estimates import PLAIN, BlockCosts, Calibration, DraftCosts
-from .files import read_json, write_json
-from .policy import BlockRecord, Drafts, Policy, register_policy
 
 
 @register_policy("adaptive")

@@ -12,8 +12,8 @@ from support.models import ScriptedDrafter, plain_greedy, qwen3_model
 from dflash import DFlashSpeculativeDecoder, backend, thread_trials, threads
 from dflash.backend import on_cpu
 from dflash.block import Block
-from dflash.thread_trials import Trials, UsualSeconds
-from dflash.threads import DecodeThreads, best_count, candidates
+from dflash.policies.thread_trials import Trials, UsualSeconds
+from dflash.policies.threads import DecodeThreads, best_count, candidates
 
 QUIET, BUSY = {1: 0.014, 2: 0.010}, {1: 0.014, 2: 0.040}
 VERY_BUSY = {1: 0.010, 2: 0.080}

@@ -14,12 +14,12 @@ from support.errors import refused
 from support.models import bound_drafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, Proposal
-from dflash.adaptive import ENOUGH, Adaptive
 from dflash.block import Decoding
 from dflash.decode import decode, prefill
 from dflash.errors import DFlashError, GenerationError
-from dflash.estimates import PLAIN, BlockCosts, Calibration, DraftCosts
-from dflash.policy import BlockRecord, Drafts, Fixed, Policy, register_policy
+from dflash.policies.adaptive import ENOUGH, Adaptive
+from dflash.policies.base import BlockRecord, Drafts, Fixed, Policy, register_policy
+from dflash.policies.estimates import PLAIN, BlockCosts, Calibration, DraftCosts
 
 BLOCK = 16
 CHANGE = 2000

@@ -90,6 +90,14 @@ def on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
+def begin_early(*arrays: "mx.array") -> None:
+    """Let a CPU compute ``arrays`` while the host builds the rest of the graph; a GPU takes the graph as a whole."""
+    import mlx.core as mx
+
+    if on_cpu():
+        mx.async_eval(*arrays)
+
+
 def compute_dtype(stored: "mx.Dtype") -> "mx.Dtype":
     """The dtype in which weights stored as ``stored`` are computed with on the default device.
 

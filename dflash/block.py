@@ -1,7 +1,4 @@
-"""A block on its way: who decodes it, the drafts, the pass that verifies them, and what may be committed.
-
-Knows token ids, caches and policies. Must not know text, any architecture, how drafts are made, or what comes after.
-"""
+"""Data and steps of one block: propose, build the pass that verifies, check what may be committed."""
 
 import operator
 import time
@@ -17,7 +14,6 @@ from .errors import GenerationError
 from .policies.base import Drafts, Policy
 from .sampling import GREEDY, LogitsProcessor, Sampler, process_logits
 from .target import LoadedTargetModel, TargetCache
-from .target.early import EarlyLayers
 from .trees import outcomes, rows_before
 from .values import short
 from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, token_ids
@@ -25,11 +21,11 @@ from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, token_ids
 
 @dataclass(frozen=True)
 class Decoding:
-    """Who decodes, and how.
+    """Everything that one decoding run needs.
 
     Args:
         target: The model whose text it is.
-        drafter: Who guesses it.
+        drafter: Proposes tokens.
         sampler: How the target chooses a token.
         verify: The rule that commits tokens.
         processors: Applied to the target's logits before the sampler.
@@ -37,6 +33,7 @@ class Decoding:
         inspect: Called in each block with its whole proposal and the target's logits ``[L, V]``; the arrays that it
             returns are computed with the pass and come with the block, as :attr:`Block.inspected`.
         wait: Wait for the device after every part of a block, so that :attr:`Block.times` are those of the parts.
+        clock: Seconds, for :attr:`Block.times` and the policy.
     """
 
     target: LoadedTargetModel
@@ -47,6 +44,7 @@ class Decoding:
     policy: Policy = field(default_factory=Policy)
     inspect: Callable[[Proposal, mx.array], dict[str, mx.array]] | None = None
     wait: bool = False
+    clock: Callable[[], float] = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -110,13 +108,16 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class Pass:
-    """A target pass over the anchor and the drafts of ``proposal``, as lazy arrays; when the device began with it."""
+    """A target pass over the anchor and the drafts of ``proposal``, as lazy arrays.
+
+    ``confidence`` is what the policy was told of all drafts, those that it left out included.
+    """
 
     proposal: Proposal
     inputs: mx.array
     logits_LV: mx.array
     features: mx.array
-    begun_at: float | None
+    confidence: list[float] | None
 
 
 def propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
@@ -132,43 +133,19 @@ def propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
     return proposal
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The pass that verifies, and the chances of the drafts where the policy learns from them.
-
-    If the policy waited for them, they were there at ``known_at``, and the device then waited ``seconds`` for the pass.
-    """
-
-    chosen: Pass
-    chances_L: mx.array | None
-    known_at: float | None = None
-    seconds: float = 0.0
-
-
-def choose_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Choice:
-    """The pass over as many drafts as the policy says, which the device has begun with."""
+def build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Pass:
+    """The pass over as many drafts as the policy says, not evaluated yet."""
     proposed = proposal.tokens.shape[1]
     chances_L = proposal.acceptance_chances() if run.policy.reads_confidence else None
-    confidence = known_at = None
-    if chances_L is not None and run.policy.waits_for_confidence(proposal.source):
-        confidence, known_at = cast(list[float], chances_L.tolist()), time.perf_counter()
+    confidence = None if chances_L is None else cast(list[float], chances_L.tolist())
     drafts = Drafts(proposed, confidence, proposal.source, proposal.parents)
-    length = min(ask(run.policy.verify_length, drafts), proposed)
-    chosen, built_at = _build_pass(run, state, proposal.first(length)), time.perf_counter()
-    if known_at is None:
-        return Choice(chosen, chances_L)
-    return Choice(chosen, chances_L, known_at, (chosen.begun_at or built_at) - known_at)
-
-
-def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Pass:
+    proposal = proposal.first(min(ask(run.policy.verify_length, drafts), proposed))
     # Ids are checked once they are known; until then none may read past the embedding's rows (nor before them:
     # without a sign, a negative id is a large one).
-    drafts = mx.minimum(proposal.tokens.astype(mx.uint32), run.target.vocab_size - 1)
-    inputs = mx.concatenate([state.anchor, drafts], axis=1)
-    layer_ids = run.drafter.target_layer_ids
-    early = EarlyLayers()
+    verified = mx.minimum(proposal.tokens.astype(mx.uint32), run.target.vocab_size - 1)
+    inputs = mx.concatenate([state.anchor, verified], axis=1)
     logits, features = run.target.forward_with_hidden_states(
-        inputs, state.target_cache, layer_ids, proposal.parents, early=early
+        inputs, state.target_cache, run.drafter.target_layer_ids, proposal.parents
     )
     logits_LV = logits[0]
     if run.processors:
@@ -176,7 +153,7 @@ def _build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Pass:
         texts = [mx.concatenate([before, inputs[0, mx.array(rows)]]) for rows in rows_before(proposal.lineage)]
         rows = [process_logits(run.processors, text, logits_LV[i : i + 1]) for i, text in enumerate(texts)]
         logits_LV = mx.concatenate(rows)
-    return Pass(proposal, inputs, logits_LV, features, early.begun_at)
+    return Pass(proposal, inputs, logits_LV, features, confidence)
 
 
 def known_outcomes(proposal: Proposal, verified: Verified) -> dict[int, bool]:
@@ -187,7 +164,7 @@ def known_outcomes(proposal: Proposal, verified: Verified) -> dict[int, bool]:
 
 
 def ask(question: Callable[..., int], *about: Any) -> int:
-    """What a method of a policy answers.
+    """The answer of a policy's method.
 
     Raises :class:`~dflash.errors.GenerationError` for anything but a whole number of at least 0.
     """

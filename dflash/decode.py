@@ -1,24 +1,19 @@
-"""The decode loop: prefill, then draft a block, verify it in one target pass, commit, rewind.
+"""The decode loop: prefill, then draft a block, verify it in one target pass, commit, rewind."""
 
-Knows token ids and caches. Must not know text, chat templates, any architecture, or how drafts are made.
-"""
-
-import time
 from collections.abc import Generator, Iterator
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
-from .backend import on_cpu
 from .block import (
     Block,
     BlockTimes,
     DecodeState,
     Decoding,
     ask,
+    build_pass,
     check_committed,
     check_verified,
-    choose_pass,
     known_outcomes,
     propose,
 )
@@ -27,7 +22,6 @@ from .drafters.protocol import Drafter
 from .policies.base import BlockRecord
 from .sampling import process_logits
 from .target import LoadedTargetModel, TargetCache
-from .target.early import EarlyLayers
 from .verify import random_states, sample_target, sample_with_states, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
@@ -106,27 +100,24 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     """Draft up to ``length`` tokens, verify as many as the policy says in one target pass, commit and rewind.
 
     On return both caches hold exactly the committed tokens without the new anchor. Drafting and verification are one
-    lazy graph, of which the device computes what is built, with one wait of the host; a policy that reads the drafter's
-    confidence adds another, and so does a drafter that grows a tree. A rule that draws one token after another
-    waits for each.
+    lazy graph with one wait of the host. A policy that reads the drafter's confidence adds another wait, and so does a
+    drafter that grows a tree; a rule that samples one token after another waits for each.
 
     Raises :class:`~dflash.errors.GenerationError` if drafter, target or rule give what cannot be committed.
     """
-    target, drafter, began = run.target, run.drafter, time.perf_counter()
+    target, drafter, began = run.target, run.drafter, run.clock()
     proposal = propose(run, state, length)
-    drafted_at = time.perf_counter()
-    choice = choose_pass(run, state, proposal)
-    one = choice.chosen
+    drafted_at = run.clock()
+    one = build_pass(run, state, proposal)
     inspected = run.inspect(proposal, one.logits_LV) if run.inspect else None
-    mx.async_eval(choice.chances_L, one.logits_LV, one.features, inspected)
-    run.policy.catch_up()
+    mx.async_eval(one.logits_LV, one.features, inspected)
     verified = run.verify(one.proposal, one.logits_LV, run.sampler)
 
     drafted = token_ids(one.proposal.tokens)
     check_drafted(drafter, drafted, target.vocab_size)
     check_verified(run.verify, verified, drafted, one.proposal.lineage)
     check_committed(target, verified.tokens)
-    verified_at = time.perf_counter()
+    verified_at = run.clock()
     rows = [0, *(draft + 1 for draft in verified.accepted_drafts)]  # of the pass: the anchor and the accepted drafts
     state.target_cache.keep(rows)
     kept = mx.array(rows)
@@ -134,7 +125,7 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     state.tokens += verified.tokens
     if run.wait:
         mx.eval([c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
-    ended = time.perf_counter()
+    ended = run.clock()
     times = BlockTimes(drafted_at - began, verified_at - drafted_at, ended - verified_at)
     proposed, known = proposal.tokens.shape[1], known_outcomes(proposal, verified)
     run.policy.observe(
@@ -143,12 +134,9 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
             verified=len(drafted),
             accepted=verified.accepted,
             matched=sum(known.values()),
-            confidence=None if choice.chances_L is None else cast(list[float], choice.chances_L.tolist()),
+            confidence=one.confidence,
             seconds=times.total,
-            drafting=0.0 if choice.known_at is None else choice.known_at - began,
-            choosing=choice.seconds,
             source=proposal.source,
-            parents=proposal.parents,
             outcomes=known,
         )
     )
@@ -166,51 +154,49 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
 
 
 def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block]:
-    """``count`` tokens without the drafter, as mlx-lm decodes: a pass is under way before its input is read.
+    """Up to ``count`` tokens without the drafter, as mlx-lm decodes: a pass is under way before its input is read.
 
-    The features are kept for the drafter, which gets them when it wakes. After the last token both caches hold
-    exactly the committed tokens without the new anchor; where the caller stops earlier, they hold it too.
+    The policy is asked after each step whether the drafter should go on pausing. The features are kept for the
+    drafter, which gets them at the end. After the last token both caches hold exactly the committed tokens without the
+    new anchor; where the caller stops earlier, they hold it too.
     """
     target, drafter = run.target, run.drafter
     begin, history, features = len(state.tokens) - 1, mx.array(state.tokens), []
 
-    def launch(inputs: mx.array, early: EarlyLayers | None) -> tuple[mx.array, mx.array | None]:
-        logits, step_features = target.forward_with_hidden_states(
-            inputs, state.target_cache, drafter.target_layer_ids, early=early
-        )
+    def launch(inputs: mx.array) -> tuple[mx.array, mx.array | None]:
+        logits, step_features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
         chosen = sample_with_states(process_logits(run.processors, history, logits[0]), run.sampler)
         mx.async_eval(chosen, step_features)
         features.append(step_features)
         return chosen
 
-    def wake() -> None:
+    def hand_over() -> None:
         context = mx.array([state.tokens[begin : begin + len(features)]])
         drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
 
-    began, left = time.perf_counter(), count
-    coming = launch(state.anchor, EarlyLayers())
+    began, left = run.clock(), count
+    coming = launch(state.anchor)
     while left > 0:
         left -= 1
         target_token, state_after = coming
         if left > 0:
             history = mx.concatenate([history, target_token]) if run.processors else history
-            # MLX's CPU backend lets the host go on when at most 100 operations are left, the last third of a small
-            # model's pass: time for text, policy and a first layer, not for all of them. A GPU takes a pass as a whole.
-            coming = launch(target_token[None], EarlyLayers() if on_cpu() else None)
+            coming = launch(target_token[None])
         tokens = token_ids(target_token)
         check_committed(target, tokens)
         state.tokens += tokens
         if left == 0:
-            wake()
-        times = BlockTimes(verify=time.perf_counter() - began)
+            hand_over()
+        times = BlockTimes(verify=run.clock() - began)
         run.policy.observe(BlockRecord(0, 0, 0, 0, None, times.total, asleep=True))
         try:
             yield Block([], tokens, 0, times=times, random_states=random_states(state_after), asleep=True)
         except GeneratorExit:
             if left > 0:
-                wake()
+                hand_over()
             raise
-        if left > 1 and hasattr(drafter, "wakes") and drafter.wakes(state.tokens, state.draft_cache):
-            run.policy.wake()
-            left = 1  # the pass that is under way
-        began = time.perf_counter()
+        if left > 1:  # of which one is under way
+            if hasattr(drafter, "wakes") and drafter.wakes(state.tokens, state.draft_cache):
+                run.policy.wake()
+            left = min(left, max(1, ask(run.policy.sleep)))
+        began = run.clock()

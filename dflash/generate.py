@@ -6,6 +6,7 @@ or any architecture (``adapters``).
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -40,6 +41,9 @@ from .values import require_count
 
 logger = logging.getLogger(__name__)
 
+CLOCK: Callable[[], float] = time.perf_counter
+"""The clock of new decoders."""
+
 
 class DFlashSpeculativeDecoder:
     """Lossless speculative decoding of one target with one drafter, one sequence at a time.
@@ -56,7 +60,8 @@ class DFlashSpeculativeDecoder:
         adapter: The target's adapter; found by ``model_type`` when ``None``.
         options: Defaults for every request: fields of :class:`~dflash.request.DecodeOptions`.
 
-    :attr:`threads` (:class:`~dflash.policies.threads.DecodeThreads`) says how many BLAS threads it chose on a CPU, and why.
+    :attr:`threads` says how many BLAS threads it chose on a CPU, and why
+    (:class:`~dflash.policies.threads.DecodeThreads`); :attr:`clock` is the time that policies see, in seconds.
 
     Raises :class:`~dflash.errors.IncompatibleModelsError` if drafter and target do not fit, or the
     target's caches cannot be rewound exactly, and :class:`~dflash.errors.GenerationError` for impossible sizes
@@ -98,6 +103,7 @@ class DFlashSpeculativeDecoder:
         self.options = options
         self.threads = threads_for(loaded, self.block_size)
         self._policies: dict[str, Policy] = {}
+        self.clock = CLOCK
         self._texts = TokenTexts(loaded.tokenizer)
 
     @classmethod
@@ -300,6 +306,7 @@ class DFlashSpeculativeDecoder:
             self._policy(options),
             inspect=None if options.trace is None else inspect,
             wait=options.profile,
+            clock=self.clock,
         )
         stops = target.stop_token_ids() if options.stop_token_ids is None else frozenset(options.stop_token_ids)
         with wired_limit(self.target_model):  # on Metal, keeps the weights resident; elsewhere nothing
@@ -309,15 +316,12 @@ class DFlashSpeculativeDecoder:
                 caches = kept.target_cache, kept.draft_cache
             # A prompt's products are large enough for all BLAS threads; blocks get the count that is quickest for them.
             state = prefill(run, prompt, options.prefill_step_size, *caches)
-            measured = self.threads.measuring
-            with self.threads.in_use() as decides:
+            with self.threads.in_use():
                 blocks = decode(run, state, max_tokens, self.block_size)
-                watched = self.threads.watch(blocks, decides)
                 try:
-                    for step in through_stop(chain([first_block(state)], watched), stops, max_tokens):
+                    for step in through_stop(chain([first_block(state)], blocks), stops, max_tokens):
                         generated += len(step.tokens)
-                        measuring, measured = self.threads.measuring - measured, self.threads.measuring
-                        yield replace(step, why=run.policy.why(), measuring=measuring) if options.watched else step
+                        yield replace(step, why=run.policy.why()) if options.watched else step
                 finally:
                     blocks.close()  # plain steps hand over to the drafter what they kept for it
                     if kept is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-PARTS = ("prefill", "draft", "verify", "rewind", "plain", "threads", "host")
+PARTS = ("prefill", "draft", "verify", "rewind", "plain", "host")
 
 
 @dataclass
@@ -35,15 +35,17 @@ class LengthUse:
 class Profile:
     """A request's seconds by part and its blocks by verify length; a :data:`~dflash.trace.Trace` that adds up.
 
-    Parts: ``prefill``; ``draft``, ``verify`` and ``rewind`` of the blocks; ``plain`` steps while the drafter sleeps;
-    ``threads``, the choice of the number of BLAS threads (:mod:`dflash.policies.threads`); ``host``, all the rest, in which the
-    caller's own time is. They add up to the time of the request.
+    Parts: ``prefill``; ``draft``, ``verify`` and ``rewind`` of the blocks; ``plain`` steps while the drafter pauses;
+    ``host``, all the rest, in which the caller's own time is. They add up to the time of the request.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     lengths: dict[int, LengthUse] = field(default_factory=dict)
     blocks: int = 0
     plain_steps: int = 0
+    pauses: list[int] = field(default_factory=list)
+    """Tokens of each pause in drafting, as the policy planned it when it began; of policies that say so."""
+    _pausing: bool = False
 
     def __call__(self, record: dict[str, Any]) -> None:
         """Add a record of the trace."""
@@ -53,8 +55,11 @@ class Profile:
             self.seconds[part] += seconds
         if record["number"] == 0:
             return
+        began, self._pausing = record["asleep"] and not self._pausing, record["asleep"]
         if record["asleep"]:
             self.plain_steps += 1
+            if began and "next_attempt" in record["why"]:
+                self.pauses.append(int(record["why"]["next_attempt"]) + 1)
             return
         self.blocks += 1
         use = self.lengths.setdefault(record["verified"], LengthUse())
@@ -75,5 +80,6 @@ class Profile:
             "seconds": self.seconds,
             "blocks": self.blocks,
             "plain_steps": self.plain_steps,
+            "pauses": self.pauses,
             "lengths": lengths,
         }

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from . import speculative as _registers_its_rule  # noqa: F401
 from .errors import GenerationError, did_you_mean
-from .policies.adaptive import Adaptive
+from .policies import adaptive as _registers_adaptive  # noqa: F401
 from .policies.base import POLICIES, Fixed, Policy
 from .prompt_cache import PromptCache
 from .registry import Registry
@@ -55,10 +55,9 @@ class DecodeOptions:
         frequency_context_size: It looks at this many last tokens.
         verify: The verification rule, or the name of a registered one: ``"first_mismatch"`` or
             ``"speculative_sampling"``, both exact, or one's own.
-        policy: How many drafts each block verifies: ``"adaptive"`` (what commits most tokens per second here; the
-            drafter sleeps where it does not pay), ``"full"`` (all), a number, the name of a registered policy, a file
-            of costs (``.json``) that an adaptive one saved, or a :class:`~dflash.policies.base.Policy` of one's own. It never
-            changes the text.
+        policy: How many drafts each block verifies: ``"adaptive"`` (what commits most tokens per second here; plain
+            decoding where no length pays), ``"full"`` (all), a number, the name of a registered policy, or a
+            :class:`~dflash.Policy`. It never changes the text.
         tree: Verify a tree of this many drafts in each block, the likeliest paths through it, in place of a chain
             (:mod:`dflash.trees`); a policy chooses how many of them. For targets whose layers all keep full attention's
             caches, and the rule ``"first_mismatch"``. It never changes the text.
@@ -180,7 +179,7 @@ class DecodeOptions:
         """The policy asked for, a new one where it was asked for by name."""
         policy = self.policy
         if isinstance(policy, str):
-            made = Adaptive.load(policy) if policy.endswith(".json") else POLICIES.get(policy)()
+            made = POLICIES.get(policy)()
             if not isinstance(made, Policy):
                 raise GenerationError(
                     f"The policy {policy!r} is a {type(made).__name__}; it must be a subclass of dflash.Policy."

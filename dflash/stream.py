@@ -58,14 +58,13 @@ class DFlashResponse:
 class Step:
     """A block cut at the first stop token.
 
-    ``why`` is what the policy said about it, ``measuring`` the seconds before it in which a thread count was chosen.
+    ``why`` holds the policy's reasons.
     """
 
     tokens: list[int]
     block: Block
     finish_reason: str | None
     why: Mapping[str, float] = field(default_factory=dict)
-    measuring: float = 0.0
 
 
 def first_block(state: DecodeState) -> Block:
@@ -102,7 +101,7 @@ def responses(
         generated += len(tokens)
         if recorder is not None:
             said = {"pieces": text.segments, "text": piece, "finish_reason": finish}
-            recorder.block(step.block, step.tokens, step.why, said, step.measuring)
+            recorder.block(step.block, step.tokens, step.why, said)
         yield DFlashResponse(
             text=piece,
             tokens=tokens,

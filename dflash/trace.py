@@ -16,7 +16,8 @@ parts, as with ``profile=True``, or of work that overlaps on the device), ``date
 - ``number`` (0: the prompt's own pass), ``position`` (of its first token in the sequence, the prompt included),
   ``asleep`` (a plain step; no drafter was asked), ``source`` (which of several drafters)
 - ``drafts`` (all ``n`` proposed tokens), ``verified`` (``k``: the target checked the first so many),
-  ``accepted``, ``why`` (what the policy expected of its choice: numbers by name)
+  ``accepted``, ``why`` (the policy's reasons as numbers by name: what it expected of a length, or, of a plain step,
+  after how many tokens it will draft again)
 - ``tokens`` (committed: accepted drafts and one token of the target's own, to a stop token), ``pieces`` (their texts,
   which joined are the text of the answer), ``text`` (what became certain in this step; a stop string can hold text
   back or cut it), ``finish_reason``
@@ -28,9 +29,8 @@ parts, as with ``profile=True``, or of work that overlaps on the device), ``date
 - ``parents`` (``n``; only of a tree: the draft that each follows, -1 for the anchor). The accepted drafts stand first,
   then the others from the likeliest on, and row ``i`` of ``target_top`` is the one that checked draft ``i``
 - ``texts`` (of each token id that this request names for the first time)
-- ``seconds`` by part: ``prefill``, or ``draft``, ``verify`` and ``rewind``, or ``plain``; ``threads``, where the number
-  of BLAS threads was chosen before it (:mod:`dflash.policies.threads`); and ``host``, the rest, in which the caller's own time
-  is. ``time``: seconds since the request began
+- ``seconds`` by part: ``prefill``, or ``draft``, ``verify`` and ``rewind``, or ``plain``; and ``host``, the rest, in
+  which the caller's own time is. ``time``: seconds since the request began
 """
 
 import json
@@ -204,19 +204,14 @@ class Recorder:
         self._send({"record": "request", "format": FORMAT, **about, "prompt_tokens": prompt, "prompt": text})
         self._began = self._last = self._sent = time.perf_counter()
 
-    def block(
-        self, block: Block, tokens: list[int], why: Mapping[str, float], said: Record, measuring: float = 0.0
-    ) -> None:
-        """The record of ``block``, which is cut to ``tokens``; ``said`` holds what is known of its text.
-
-        ``measuring`` are seconds since the last record in which the number of threads was chosen.
-        """
+    def block(self, block: Block, tokens: list[int], why: Mapping[str, float], said: Record) -> None:
+        """The record of ``block``, which is cut to ``tokens``; ``said`` holds what is known of its text."""
         record = {"record": "block", "number": self._number, "position": self._position, "asleep": block.asleep}
         record |= {"source": block.source, "verified": len(block.drafted), "accepted": block.accepted}
-        record |= {"why": {} if block.asleep or self._number == 0 else dict(why), "tokens": tokens}
+        record |= {"why": {} if self._number == 0 else dict(why), "tokens": tokens}
         pieces = said["pieces"] + [""] * (len(tokens) - len(said["pieces"]))  # a stop token has no text
         now = time.perf_counter()
-        record |= {**said, "pieces": pieces, "seconds": self._seconds(block, now - self._last, measuring)}
+        record |= {**said, "pieces": pieces, "seconds": self._seconds(block, now - self._last)}
         self._waiting.append((block, record | {"time": now - self._began}))
         self._last, self._number, self._position = now, self._number + 1, self._position + len(tokens)
         if said["finish_reason"] is not None or now - self._sent >= self._together:
@@ -234,15 +229,13 @@ class Recorder:
         for trace in self._traces:
             trace(record)
 
-    def _seconds(self, block: Block, elapsed: float, measuring: float) -> dict[str, float]:
+    def _seconds(self, block: Block, elapsed: float) -> dict[str, float]:
         if self._number == 0:
-            parts = {"prefill": elapsed - measuring}
+            parts = {"prefill": elapsed}
         elif block.asleep:
             parts = {"plain": block.times.total}
         else:
             parts = {"draft": block.times.draft, "verify": block.times.verify, "rewind": block.times.rewind}
-        if measuring:
-            parts["threads"] = measuring
         parts["host"] = max(0.0, elapsed - sum(parts.values()))
         return {name: round(seconds, 7) for name, seconds in parts.items()}
 

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, settings
 
 import dflash  # (before any `import mlx`: loads the fast BLAS)
 from dflash.backend import blas_threads, set_blas_threads
-from dflash.policies.base import POLICIES, Policy
 
 # The first example of a shape pays for building a model, so examples have no even duration.
 _SLOW_START = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -24,10 +23,9 @@ settings.load_profile("dflash")
 
 
 @pytest.fixture(autouse=True)
-def every_draft_is_verified(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default decoding looks at the clock; a test of what a block does must not, unless it is marked so."""
-    if request.node.get_closest_marker("looks_at_the_clock") is None:
-        monkeypatch.setitem(POLICIES._known, "adaptive", Policy)
+def clock_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and plain steps take equally long, so that what the default policy decides depends on drafts alone."""
+    monkeypatch.setattr("dflash.generate.CLOCK", lambda: 0.0)
 
 
 @pytest.fixture(autouse=True)

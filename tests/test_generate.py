@@ -167,7 +167,7 @@ def test_the_bundled_models_with_a_penalty_and_a_system_prompt_write_what_plain_
 
 @pytest.mark.parametrize(("p", "accepted", "committed"), [(1.0, [15, 15, 7], [16, 16, 7]), (0.0, [0] * 39, [1] * 39)])
 def test_responses_account_for_every_token(p, accepted, committed):
-    responses = list(writer("x" * 39, p=p).stream_generate(PROMPT, 60))
+    responses = list(writer("x" * 39, p=p, policy="full").stream_generate(PROMPT, 60))
     assert [r.accepted for r in responses] == [0, *accepted]
     assert [len(r.tokens) for r in responses] == [1, *committed]
     assert responses[0].drafted == []

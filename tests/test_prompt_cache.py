@@ -82,7 +82,7 @@ def test_turns_of_a_conversation_continue_each_other_in_memory_and_from_a_file(k
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
 def test_the_drafters_context_is_continued_too(kind, tmp_path):
     """Drafts are the same as those of a request without a cache."""
-    decoder = DFlashSpeculativeDecoder(target(kind, 3), bound_drafter(kind, 3))
+    decoder = DFlashSpeculativeDecoder(target(kind, 3), bound_drafter(kind, 3), policy="full")
     cache = decoder.make_prompt_cache()
     answer = decoder.spec_generate(FIRST * 3, 30, prompt_cache=cache, **NO_STOP)[0].tolist()
     assert answer == decoder.spec_generate(FIRST * 3, 30, **NO_STOP)[0].tolist()

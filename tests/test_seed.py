@@ -52,9 +52,6 @@ class Dozing(Policy):
         self.blocks += not block.asleep
 
 
-pytestmark = pytest.mark.looks_at_the_clock  # the text must not
-
-
 @pytest.fixture(params=[10**9, 0], ids=["all rows drawn", "only those reached"])
 def draws(request, monkeypatch) -> None:
     """Both ways to draw: on a CPU, the size of the vocabulary chooses."""

@@ -87,7 +87,8 @@ def test_greedily_it_is_first_mismatch():
 def test_it_decodes_by_name_with_drafters_that_have_logits_and_that_have_none(real):
     prompt = [3, 1, 4]
     drafter = random_drafter(0) if real else ScriptedDrafter([], 32)
-    decoder = DFlashSpeculativeDecoder(target("llama", 2).model, drafter, verify="speculative_sampling")
+    model, options = target("llama", 2).model, {"verify": "speculative_sampling", "policy": "full"}
+    decoder = DFlashSpeculativeDecoder(model, drafter, **options)
     first, again, other = (decoder.spec_generate(prompt, 12, 1.0, seed=seed).tolist() for seed in (1, 1, 2))
     if real:  # the scripted drafter rolls dice of its own
         assert first == again != other
@@ -95,7 +96,7 @@ def test_it_decodes_by_name_with_drafters_that_have_logits_and_that_have_none(re
 
 
 def test_damaged_logits_and_unknown_distributions_are_refused():
-    decoder = DFlashSpeculativeDecoder(target("llama", 2).model, ScriptedDrafter([], 32))
+    decoder = DFlashSpeculativeDecoder(target("llama", 2).model, ScriptedDrafter([], 32), policy="full")
     with pytest.raises(DFlashError) as error:
         decoder.spec_generate([1], 5, sampler=lambda x: mx.argmax(x, axis=-1), verify="speculative_sampling")
     refused(error, "must know the sampler's distribution", "verify='first_mismatch'")

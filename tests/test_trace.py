@@ -1,7 +1,6 @@
 """What a trace says is what happened, it changes nothing, and a profile adds up."""
 
 import json
-import time
 
 import mlx.core as mx
 import numpy as np
@@ -80,8 +79,15 @@ def test_blocks_tell_what_was_drafted_committed_and_why():
         position += len(block["tokens"])
     assert [b["asleep"] for b in blocks[:7]] == [False, False, False, True, True, True, False]
     assert [(len(b["drafts"]), b["verified"]) for b in blocks[:4]] == [(0, 0), (7, 3), (7, 3), (0, 0)]
-    assert [b["why"] for b in blocks[:4]] == [{}, {"blocks": 1.0}, {"blocks": 2.0}, {}]
+    assert [b["why"] for b in blocks[:4]] == [{}, {"blocks": 1.0}, {"blocks": 2.0}, {"blocks": 2.0}]
     assert blocks[-1]["finish_reason"] == responses[-1].finish_reason == "length"
+
+
+def test_plain_steps_of_the_default_policy_tell_after_how_many_it_drafts_again():
+    _, blocks, _ = traced(random_decoder(), max_tokens=8, policy="adaptive")
+    assert [b["asleep"] for b in blocks] == [False, True, True, True, True, *[False] * (len(blocks) - 5)]
+    assert [b["why"] for b in blocks[:5]] == [{}, *({"next_attempt": n} for n in (3, 2, 1, 0))]
+    assert set(blocks[5]["why"]) == {"tokens", "seconds", "plain_seconds"}
 
 
 def test_every_token_that_a_trace_names_has_a_text_once():
@@ -261,7 +267,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
 
 def test_seconds_by_part_add_up_to_the_time_of_the_request():
     _, blocks, responses = traced(random_decoder(), max_tokens=30, policy=Naps(), profile=True)
-    assert set(blocks[0]["seconds"]) - {"threads"} == {"prefill", "host"}
+    assert set(blocks[0]["seconds"]) == {"prefill", "host"}
     assert set(blocks[1]["seconds"]) == {"draft", "verify", "rewind", "host"}
     assert set(blocks[3]["seconds"]) == {"plain", "host"}
     total = sum(seconds for b in blocks for seconds in b["seconds"].values())
@@ -277,23 +283,6 @@ def test_seconds_by_part_add_up_to_the_time_of_the_request():
         [b["why"]["blocks"] for b in drafted if b["verified"] == 3]
     )
     json.dumps(profile.to_dict())
-
-
-def test_the_choice_of_a_thread_count_is_a_part_of_its_own(monkeypatch):
-    def measured(threads, most):
-        threads.count, threads._most = most, most
-        time.sleep(0.05)
-
-    monkeypatch.setattr("dflash.policies.threads.left_alone", lambda: None)
-    monkeypatch.setattr("dflash.policies.threads.DecodeThreads._measure", measured)
-    decoder = random_decoder()
-    traced(decoder, max_tokens=2)  # another request may measure again, this one must
-    decoder.threads.count = None
-    _, blocks, responses = traced(decoder, max_tokens=12, profile=True)
-    assert blocks[0]["seconds"]["threads"] >= 0.05
-    assert sum(blocks[0]["seconds"].values()) == pytest.approx(blocks[0]["time"], abs=1e-3)
-    total = sum(s for b in blocks for s in b["seconds"].values())
-    assert sum(responses[-1].profile.seconds.values()) == pytest.approx(total)
 
 
 def test_what_a_policy_expects_does_not_stand_for_what_was_measured():

@@ -205,15 +205,34 @@ def test_the_conformance_kit_decodes_trees_or_says_why_not(name, skipped):
 
 
 def test_adaptive_counts_each_path_by_itself_and_learns_from_siblings():
+    """Of five blocks the anchor's first child is right in three, its second in two; the first one's own child in one.
+
+    All of them take equally long, so that each draft that may be right is verified.
+    """
     policy = Adaptive()
-    policy.observe(BlockRecord(3, 3, 1, 1, [0.5] * 3, 0.1, parents=[-1, -1, 0], outcomes={0: True, 1: False, 2: False}))
-    source = policy._sources[""]
-    star = list(source.expected_tokens(3, [0.4] * 3, [-1, -1, -1]))
-    line = list(source.expected_tokens(3, [0.4] * 3, None))
-    chance = star[1] - 1
-    assert star == pytest.approx([1, 1 + chance, 1 + 2 * chance, 1 + 3 * chance])
-    assert line == pytest.approx([1, 1 + chance, 1 + chance + chance**2, 1 + chance + chance**2 + chance**3])
-    assert 0 <= policy.verify_length(Drafts(3, [0.4] * 3, "", [-1, -1, -1])) <= 3
+    for _ in range(policy.sleep()):
+        policy.observe(BlockRecord(0, 0, 0, 0, None, 1.0, asleep=True))
+
+    def tokens(*parents: int, chain: bool = False) -> float:
+        drafts = Drafts(len(parents), parents=None if chain else parents)
+        assert policy.verify_length(drafts) == len(parents)
+        return policy.why()["tokens"]
+
+    for i in range(100):
+        grandchild = {2: i % 5 == 0} if i % 5 < 3 else {}
+        known = {0: i % 5 < 3, 1: i % 5 >= 3} | grandchild
+        right = sum(known.values())
+        policy.observe(BlockRecord(3, 3, right, right, None, 1.0, outcomes=known))
+
+    first = tokens(-1) - 1
+    second = tokens(-1, -1) - 1 - first
+    assert (first, second) == (pytest.approx(0.6, abs=0.05), pytest.approx(0.4, abs=0.05))
+    third = (tokens(-1, -1, 0) - 1 - first - second) / first
+    assert third == pytest.approx(1 / 3, abs=0.05)
+    assert tokens(-1, -1, -1) == pytest.approx(1 + first + second + third)
+    assert tokens(-1, -1, 1) == pytest.approx(1 + first + second + second * third)
+    line = 1 + first + first * second + first * second * third
+    assert tokens(-1, 0, 1, chain=True) == tokens(-1, 0, 1) == pytest.approx(line)
 
 
 def test_a_trace_names_the_accepted_drafts_first(tmp_path):

@@ -137,11 +137,11 @@ def registered():
 def test_a_rule_of_ones_own_decides_what_is_committed(registered):
     prompt, model = [3, 1, 4], target("llama", 2).model
     expected, _ = plain_greedy(model, prompt, 21)
-    exact = DFlashSpeculativeDecoder(model, SecondBestDrafter([], 32))
+    exact = DFlashSpeculativeDecoder(model, SecondBestDrafter([], 32), policy="full")
     assert exact.spec_generate(prompt, 21).tolist() == [prompt + expected]
     for rule in (registered, top3):
         steps: list[list[int]] = []
-        decoder = DFlashSpeculativeDecoder(model, SecondBestDrafter([], 32), verify=rule)
+        decoder = DFlashSpeculativeDecoder(model, SecondBestDrafter([], 32), verify=rule, policy="full")
         ids = decoder.spec_generate(prompt, 21, stream_callback=steps.append)
         assert [len(step) for step in steps] == [1] + [2] * 10
         logits = model(ids)[0]

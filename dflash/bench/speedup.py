@@ -15,7 +15,6 @@ import mlx.core as mx
 
 from ..generate import DFlashSpeculativeDecoder
 from ..sampling import Sampler
-from ..target.early import EarlyLayers
 from ..verify import draws_only_reached, sample_target
 from .runs import PromptResult
 from .statistics import acceptance_length
@@ -119,8 +118,7 @@ class _Replay:
         times = []
         for i in range(self.start, self.end, self.stride):
             begin, block = time.perf_counter(), self.tokens[:, i : i + self.width]
-            layer_ids, early = self.drafter.target_layer_ids, EarlyLayers()
-            logits, features = self.target.forward_with_hidden_states(block, cache, layer_ids, early=early)
+            logits, features = self.target.forward_with_hidden_states(block, cache, self.drafter.target_layer_ids)
             mx.eval(sample_target(logits[0, :needed], self.sampler), features)
             times.append(time.perf_counter() - begin)
             self.target.rewind_kv_caches(cache, i + self.stride)

@@ -17,6 +17,7 @@ from .requests import Form, Requests, that_fit
 if TYPE_CHECKING:
     from ..bench import PromptResult
     from ..bench.report import Report
+    from ..drafters.protocol import Drafter
     from ..generate import DFlashSpeculativeDecoder
     from ..target import LoadedTargetModel
 
@@ -208,13 +209,14 @@ def doctor(
     drafter: options.DrafterName = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Show versions, device and BLAS, what a target would use, and what a drafter is.
+    """Show versions, device and BLAS, what a target would use, and what a drafter is and costs.
 
     Examples:
 
     dflash doctor
     dflash doctor --target Qwen/Qwen3-4B
     dflash doctor --drafter bundled
+    dflash doctor --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16
     """
     from .. import bundled
     from ..bench.doctor import machine_report, target_report
@@ -236,6 +238,26 @@ def doctor(
         found = load_drafter(known.folder if known else loading.drafter_name(drafter, loaded))
         print()
         terminal.print_pairs(drafter_report(found, drafter))
+        if loaded is not None:
+            _print_costs(loaded, found)
+
+
+def _print_costs(target: "LoadedTargetModel", drafter: "Drafter") -> None:
+    """What blocks cost, from which acceptance on they pay, and what the default policy would choose."""
+    from rich.table import Table
+
+    from ..bench.doctor import RATES, costs, costs_report
+    from ..generate import DFlashSpeculativeDecoder
+
+    speedups = (f"speed-up at {rate}" for rate in RATES)
+    table = Table("drafts", "ms a block", "plain steps", "pays from", *speedups, title="what a block costs and brings")
+    for column in table.columns:
+        column.justify = "right"
+    for row in costs_report(costs(DFlashSpeculativeDecoder(target, drafter))):
+        table.add_row(*row)
+    print()
+    terminal.print_rich(table)
+    print("0 drafts: a plain step. Rates are those of a draft after right ones; *: what the default policy aims at.")
 
 
 def _unused(target: "LoadedTargetModel") -> str:

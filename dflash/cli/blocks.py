@@ -27,11 +27,9 @@ NOTES = {
     "prefill": "prefill: the pass over the prompt, which chooses the first token",
     "rewind": "rewind: both caches brought to the committed tokens",
     "plain": "plain: single tokens without the drafter, where it does not pay",
-    "threads": "threads: trial passes that choose how many BLAS threads decode quickest",
     "host": "host: all the rest, such as making text of tokens and printing it",
     "ms": "accepted, committed, ms: a block's averages; ms of draft, verify and rewind",
-    "tokens": "tokens: what the policy expected a block to commit",
-    "usual_tokens_per_second": "usual tokens/s: the speed so far, by which the policy weighs a block's time",
+    "tokens": "expected: what the policy expected a block to commit and to take",
 }
 """What names in the tables of a profile mean; each line fits into 80 columns."""
 
@@ -106,19 +104,20 @@ def print_profile(profile: "Profile") -> None:
     total = sum(profile.seconds.values())
     parts = Table("part", "seconds", "share", "a block", title="time")
     for part, seconds in profile.seconds.items():
-        in_blocks = profile.blocks and part not in ("prefill", "plain", "threads")
+        in_blocks = profile.blocks and part not in ("prefill", "plain")
         each = f"{1000 * seconds / profile.blocks:.2f} ms" if in_blocks else ""
         if seconds:
             parts.add_row(part, f"{seconds:.3f}", f"{seconds / total:.1%}", each)
-    # Expected seconds stay in the JSON: a table of 80 columns has no room for them.
-    expected = sorted({name for use in profile.lengths.values() for name in use.why} - {"seconds"})
-    shown = [name.replace("_per_second", "/s").replace("_", "\n") for name in expected]
+    # A plain step's time stands in its own row: a table of 80 columns has no room for more.
+    expected = list(dict.fromkeys(name for use in profile.lengths.values() for name in use.why))
+    expected = [name for name in expected if name != "plain_seconds"]
+    shown = [f"expected\n{name.replace('seconds', 'ms').replace('_', ' ')}" for name in expected]
     lengths = Table("verified", "blocks", "accepted", "committed", "ms", *shown, title="drafts verified by a block")
     for k, use in sorted(profile.lengths.items()):
         means, hopes = use.means(), use.expected()
         own = (f"{means['accepted']:.2f}", f"{means['committed']:.2f}", f"{1000 * means['seconds']:.2f}")
         lengths.add_row(
-            str(k), str(use.blocks), *own, *(f"{hopes[name]:.4g}" if name in hopes else "" for name in expected)
+            str(k), str(use.blocks), *own, *(_in_ms(name, hopes[name]) if name in hopes else "" for name in expected)
         )
     if profile.plain_steps:
         ms = 1000 * profile.seconds["plain"] / profile.plain_steps
@@ -132,3 +131,11 @@ def print_profile(profile: "Profile") -> None:
     for name in named:
         if name in NOTES:
             console.print(NOTES[name])
+    if pauses := profile.pauses:
+        times = "once" if len(pauses) == 1 else f"{len(pauses)} times"
+        tokens = f"{min(pauses)} to {max(pauses)} tokens"
+        console.print(f"asleep: drafting paused {times}, with {tokens} to the next attempt")
+
+
+def _in_ms(name: str, value: float) -> str:
+    return f"{1000 * value:.2f}" if name.endswith("seconds") else f"{value:.4g}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..backend import begin_early
 from ..errors import GenerationError, IncompatibleModelsError
 from ..target.identity import target_fingerprint
 from .config import DFlashConfig
@@ -245,7 +246,7 @@ class DFlashDraftModel(Trainable, nn.Module):
             keys, values = kv.beside(keys_BKLD, values_BKLD)
             scale = queries_BHLD.shape[-1] ** -0.5
             attended = mx.fast.scaled_dot_product_attention(queries_BHLD, keys, values, scale=scale, mask=mask)
-            mx.async_eval(attended)  # the device begins while the later layers are built
+            begin_early(attended)
             return attended
 
         return attend

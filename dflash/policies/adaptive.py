@@ -1,411 +1,231 @@
-"""The number of drafts that commits most tokens per second, and naps for a drafter that gains nothing.
+"""The default policy: as many drafts as commit most tokens per second, and plain decoding where none pay.
 
-Knows seconds and chances, learned (``estimates.py``) from the blocks that are decoded anyway. Must not know tokens,
-text or models.
+A block of ``k`` drafts commits ``1 + a_1 + a_1 a_2 + .. + a_1 .. a_k`` tokens on average, where ``a_i`` is the
+acceptance rate of draft ``i`` after right ones. Every block tells these rates and its time, whatever was decided, and
+the policy drafts the ``k`` with most tokens per second. If even that is slower than plain decoding, drafting pauses, so
+long that trying again costs little. ``dflash/docs/policies.md`` explains the rules on a page, and
+``tests/policies/test_disturbances.py`` holds what they guarantee.
 """
 
 import math
-import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import pairwise
 
-import numpy as np
-
-from ..errors import DFlashError
-from ..files import read_json, write_json
 from .base import BlockRecord, Drafts, Policy, register_policy
-from .estimates import PLAIN, BlockCosts, Calibration, DraftCosts
+
+LENGTHS = (1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
+"""Drafts of a block to choose from, beside the most there are. With the anchor they fill the tiles of usual kernels."""
+
+NEWEST, ENOUGH = 6, 3
+"""Times that are kept of each length, and from how many on it is known. The second shortest one counts: noise only adds
+time, and one time of any size may be an accident."""
+
+AGE = 200
+"""Tokens after which a time is old. Without two newer ones a length is unknown again."""
+
+SLOPE = 0.05
+"""Plain steps that each draft beyond the longest known length is hoped to add to a block."""
+
+MEMORY = 32
+"""Blocks after which an outcome counts 1/e in the acceptance rates."""
+
+PRIOR, WEIGHT = 0.7, 2.0
+"""Acceptance rate of a new drafter, and the blocks that this, or the rate of the draft before, counts for."""
+
+EVIDENCE = 6.0
+"""Blocks that earlier outcomes count for at most in a new request, and after a pause."""
+
+SHARE, SHORTEST, LONGEST = 0.02, 4, 96
+"""Part of the time that trying again may cost while drafting does not pay, and the limits of a pause in tokens."""
+
+REFERENCE = 128
+"""Blocks after which plain steps are timed again."""
+
+RECENT = 8
+"""Blocks whose drafters, where there are several, say whether drafting pays."""
+
+
+class Times:
+    """Seconds of the newest blocks of one length, or of plain steps."""
+
+    def __init__(self) -> None:
+        self._newest: deque[tuple[int, float]] = deque(maxlen=NEWEST)
+        self.typical = self.hint = math.inf
+        """The second shortest time: of enough times, and of fewer; infinite before there are so many."""
+
+    def add(self, now: int, seconds: float) -> None:
+        """Add the time of a block that ended after ``now`` tokens."""
+        self._newest.append((now, max(seconds, 1e-9)))
+        if len(self._newest) > 1:
+            self.hint = sorted(seconds for _, seconds in self._newest)[1]
+        if len(self._newest) >= ENOUGH:
+            self.typical = self.hint
+
+    def known(self, now: int) -> bool:
+        """Whether enough times say what is typical, and not only old ones."""
+        return len(self._newest) >= ENOUGH and now - self._newest[-2][0] <= AGE
+
+
+@dataclass
+class Record:
+    """What is known of one drafter: times by length, acceptance by position."""
+
+    times: dict[int, Times] = field(default_factory=dict)
+    right: list[float] = field(default_factory=lambda: [PRIOR * WEIGHT])
+    tried: list[float] = field(default_factory=lambda: [WEIGHT])
+    parents: Sequence[int] | None = None
+    """Of the last tree; ``None`` for chains."""
+    reach: int = 1
+    """The longest block to try: twice the longest one that was right as a whole, or whose time is known."""
+
+    def learn(self, now: int, block: BlockRecord) -> Times:
+        """Add a block's time, and the outcome of every draft that followed right ones; the times of its length."""
+        times = self.times.setdefault(block.verified, Times())
+        times.add(now, block.seconds)
+        if block.accepted == block.verified or times.hint < math.inf:
+            self.reach = max(self.reach, 2 * block.verified)
+        outcomes = block.known_outcomes
+        keep, new = 1 - 1 / MEMORY, [0.0] * (max(outcomes, default=-1) + 1 - len(self.tried))
+        self.right, self.tried = [keep * n for n in self.right] + new, [keep * n for n in self.tried] + new
+        for position, right in outcomes.items():
+            self.right[position] += right
+            self.tried[position] += 1
+        return times
+
+    def limit_evidence(self) -> None:
+        """Let earlier outcomes count for :data:`EVIDENCE` blocks at most."""
+        shares = [min(1.0, EVIDENCE / max(n, EVIDENCE)) for n in self.tried]
+        self.right = [share * n for share, n in zip(shares, self.right, strict=True)]
+        self.tried = [share * n for share, n in zip(shares, self.tried, strict=True)]
+
+    def tokens(self, most: int) -> list[float]:
+        """Tokens that a block is expected to commit, by its number of drafts, 0 to ``most``."""
+        rate, survival, tokens = PRIOR, [1.0], [1.0]
+        for i in range(most):
+            if i < len(self.tried):  # beyond, the last rate holds
+                weight = WEIGHT if i else 0.0
+                rate = (self.right[i] + weight * rate) / (self.tried[i] + weight)
+            if self.parents is None:
+                survival.append(rate * survival[i])
+            else:  # of nodes that no tree had yet, each is hoped to be as good as the last known one
+                survival.append(rate * survival[self.parents[i] + 1] if i < len(self.parents) else survival[i])
+            tokens.append(tokens[-1] + survival[-1])
+        return tokens
+
+    def seconds(self, most: int, now: int, plain: float) -> list[float]:
+        """Seconds of a block by its number of drafts, 0 to ``most``: on a line between known lengths, hopeful beyond.
+
+        Where a length is not known, the shorter one of that and its old or only times counts. So no length is given up
+        for good, and none that was good is forgotten.
+        """
+        known = [(k, t.typical) for k, t in sorted(self.times.items()) if t.known(now)]
+        known = [(0, min([plain, *(typical for _, typical in known)])), *known]  # no block is quicker than a plain step
+        seconds: list[float] = []
+        for (left, low), (right, high) in pairwise(known):
+            seconds += [low + (high - low) * i / (right - left) for i in range(right - left)]
+        longest, last = known[-1]
+        seconds += [last + SLOPE * known[0][1] * i for i in range(max(most - longest, 0) + 1)]
+        for k, times in self.times.items():
+            if k <= most and not times.known(now):
+                seconds[k] = min(seconds[k], times.hint)
+        return seconds
 
 
 @register_policy("adaptive")
 class Adaptive(Policy):
-    """Verifies as many drafts as pay, and lets the drafter sleep where none do.
+    """Drafts as many tokens as pay, by the times and the acceptance that it measures.
 
-    ``k`` drafts are expected to commit ``1 + survival(1) + .. + survival(k)`` tokens in the time of a block that
-    verifies ``k``. The best ``k``, tried over all since costs are a staircase, brings most tokens beyond what the last
-    blocks usually made of that time: over texts whose blocks differ, this and not the greatest quotient of each block
-    commits most tokens per second (Dinkelbach 1967). Where the very last blocks are expected to be slower than plain
-    steps, the drafter sleeps: ``first_nap`` tokens at least (in replays of twelve texts unlike its training the slowest
-    ran at 0.91 of plain mlx_lm's speed with two, at 0.98 with four), and each time that it wakes in vain twice as many,
-    as long as waking costs more than ``share`` of the time. The next text finds it awake, or nearly.
-
-    Before that is known a text may lose ``loss`` of its time, at its beginning what a block usually gains, and with
-    each step a tenth of that: a drafter that has used this up decodes plainly until it may lose another block.
-
-    The drafter is asked for as many drafts as paid in the last blocks, by what each draft costs before it is verified:
-    of a block-diffusion model nearly all, of a model that writes them one after another only a few.
-
-    To know the drafter's probabilities before the pass costs a wait for the device. Where the choices that they allow
-    gained less in the last blocks, each block verifies the number that was worth most on average.
-
-    Costs and chances are learned for each source of drafts by itself, and kept from text to text.
+    It reads no probabilities, so a block has one wait for the device. What it knows lasts as long as the policy, and a
+    new request finds it drafting.
     """
 
-    reads_confidence = True
-
-    def __init__(self, first_nap: int = 4, longest_nap: int = 128, share: float = 0.01, loss: float = 0.04):
-        self._first_nap, self._longest_nap, self._share = first_nap, longest_nap, share
-        self._credit = _Credit(loss)
-        self._sources: dict[str, _Source] = {}
+    def __init__(self) -> None:
+        self._plain, self._silent = Times(), Times()  # plain steps, and blocks for which nothing was proposed
+        self._drafters: dict[str, Record] = {}
+        self._recent: deque[str | None] = deque(maxlen=RECENT)  # who drafted; None: nothing was proposed
+        self._now = self._blocks = 0  # tokens so far; blocks since the last plain step
+        self._pause, self._losing = ENOUGH + 1, False  # plain steps come first: they are what blocks must beat
         self._why: dict[str, float] = {}
-        self._last_source = ""
-        self._asleep = 0
-        self._plain_seconds: list[float] = []
-        self._late: BlockRecord | None = None
 
     def begin(self) -> None:
-        """A new text begins: soon the drafter is awake, and what the last blocks brought is forgotten."""
-        self.catch_up()
-        if self._plain_seconds:
-            self._end_nap()
-        self._asleep = min(self._asleep, 2 * self._first_nap)
-        self._credit.begin()
-        for source in self._sources.values():
-            source.recent = _Rate(RECENT)
-            source.nap, source.matched = max(self._first_nap, source.nap // 2), None
-            source.chances.forget(tokens=10)
-
-    def sleep(self) -> int:
-        """What is left of a nap."""
-        return self._asleep
+        """Draft again."""
+        self.wake()
 
     def wake(self) -> None:
-        """The nap is over."""
-        self._asleep = 0
+        """End a pause, unless plain steps are still to be timed; what was accepted before counts little now."""
+        for drafter in self._drafters.values():
+            drafter.limit_evidence()
+        if self._plain.typical < math.inf:
+            self._pause = 0
+
+    def sleep(self) -> int:
+        """What is left of a pause."""
+        return self._pause
 
     def draft_length(self, most: int) -> int:
-        """The number of drafts that was worth most in the last blocks, by what drafting and verifying them costs."""
-        source = self._sources.get(self._last_source)
-        return most if source is None else source.draft_length(most)
-
-    def waits_for_confidence(self, source: str) -> bool:
-        """As long as choices by the probabilities gain more than the wait for them costs."""
-        return self._source(source).waiting_pays()
+        """The best length; of several drafters the longest, as it is not known yet which one will draft."""
+        return max((self._best(drafter, most)[0] for drafter in self._drafters.values()), default=min(1, most))
 
     def verify_length(self, drafts: Drafts) -> int:
-        """The length that commits most tokens per second; all of the first block, which tells what that costs."""
-        self._last_source = drafts.source
-        source = self._source(drafts.source)
-        if not source.costs.known:
-            return drafts.count
-        if drafts.confidence is None and not source.waiting_pays():
-            self._why = {"usual_tokens_per_second": source.usual.tokens_per_second}
-            return source.usual_length(drafts.count)
-        tokens, seconds, usual = source.hopes(drafts.count, drafts.confidence, drafts.parents)
-        best = int(np.argmax(tokens - usual * seconds))
-        self._why = {"tokens": float(tokens[best]), "seconds": float(seconds[best]), "usual_tokens_per_second": usual}
-        return best
+        """The best length of the drafter whose drafts they are."""
+        if not drafts.count:
+            return 0
+        drafter = self._drafters.setdefault(drafts.source, Record())
+        drafter.parents = drafts.parents
+        length, tokens, seconds = self._best(drafter, drafts.count)
+        self._why = {"tokens": tokens, "seconds": seconds, "plain_seconds": self._plain.typical}
+        return length
 
     def observe(self, block: BlockRecord) -> None:
-        """Learn times and chances, and decide whether the drafter stays awake.
-
-        After a block that gained it does, and once enough is known, what such a block teaches waits for the next pass.
-        """
-        self.catch_up()
+        """Learn times and outcomes, and decide whether to pause."""
+        self._now += block.accepted + 1
         if block.asleep:
-            self._plain_seconds.append(block.seconds)
-            self._credit.add(0.0, block.seconds)
-            self._asleep = max(0, self._asleep - 1)
-            if self._asleep == 0:
-                self._end_nap()
+            self._plain.add(self._now, block.seconds)
+            self._blocks, self._pause = 0, max(self._pause - 1, 0)
+            self._why = {"next_attempt": self._pause}
+            if self._losing and (self._pause == 0 or not self._loses()):
+                self.wake()
             return
-        source = self._source(block.source)
-        if source.seen >= ENOUGH and block.seconds < (block.accepted + 1) * source.costs.plain_step():
-            self._late = block
+        self._blocks += 1
+        if block.drafted:
+            self._recent.append(block.source)
+            times = self._drafters.setdefault(block.source, Record()).learn(self._now, block)
         else:
-            self._decide(source, block.drafted, self._learn(block))
-
-    def catch_up(self) -> None:
-        """Learn from a block that gained."""
-        if self._late is not None:
-            late, self._late = self._late, None
-            self._learn(late)
-
-    def _learn(self, block: BlockRecord) -> float:
-        """What the block teaches; the seconds that it was expected to lose."""
-        source = self._source(block.source)
-        source.learn(block)
-        # What the block was worth by all that is known now: less chance is in it than in what it committed.
-        tokens_to = source.expected_tokens(block.drafted, block.confidence, block.parents)
-        tokens = float(tokens_to[block.verified])
-        seconds = source.drafting.expected(block.drafted) + source.costs.expected(block.verified)
-        source.usual.add(tokens, seconds)
-        plain = source.costs.plain_step()
-        plainly = (block.accepted + 1) * plain
-        self._credit.add_block(plainly - seconds, plainly)
-        source.recent.add(*source.best(tokens_to, plain))
-        if source.recent.tokens_per_second * plain >= 1:
-            source.nap = self._first_nap
-        return max(seconds - tokens * plain, 0.0)
-
-    def _decide(self, source: "_Source", drafted: int, in_vain: float) -> None:
-        """Whether, and for how long, the drafter sleeps after a block that lost ``in_vain`` seconds."""
-        plain = source.costs.plain_step()
-        if source.recent.tokens_per_second * plain < 1:
-            enough = min(source.nap, in_vain / (self._share * plain))
-            self._asleep, source.nap = max(self._first_nap, int(enough)), 2 * source.nap
-            source.recent = _Rate(RECENT)
-        saving = self._credit.tokens_until(source.next_block(drafted) - plain, plain)
-        self._asleep = min(max(self._asleep, saving), self._longest_nap)
-
-    def _source(self, name: str) -> "_Source":
-        if name not in self._sources:
-            self._sources[name] = _Source(nap=self._first_nap)
-        return self._sources[name]
-
-    def _end_nap(self) -> None:
-        for source in self._sources.values():
-            source.costs.observe(PLAIN, statistics.median(self._plain_seconds))
-            source.chances.forget(tokens=len(self._plain_seconds))
-        self._plain_seconds = []
+            self._recent.append(None)
+            times = self._silent
+            times.add(self._now, block.seconds)
+        if not block.matched and self._loses():
+            self._pause, self._losing = self._pause_length(), True
+        # A plain step does less than any block; where it seems to take longer, it was timed on a slower machine.
+        elif self._blocks >= (REFERENCE if self._plain.typical <= times.typical else RECENT):
+            self._pause, self._losing = ENOUGH, False
 
     def why(self) -> dict[str, float]:
-        """What the last length was expected to bring and to take, and what that time usually brings."""
+        """Of a block, expected tokens and seconds beside those of a plain step; in a pause, the tokens left of it."""
         return dict(self._why)
 
-    def save(self, path: str | Path) -> None:
-        """Write the costs learned so far to a JSON file, for :meth:`load` on the same machine with the same models.
+    def _best(self, drafter: Record, most: int) -> tuple[int, float, float]:
+        """The length with most tokens per second, and both of these."""
+        most = min(most, drafter.reach)
+        # Before a plain step was timed no block was, so that any unit will do.
+        plain = self._plain.typical if self._plain.typical < math.inf else 1.0
+        tokens, seconds = drafter.tokens(most), drafter.seconds(most, self._now, plain)
+        best = max((k for k in (*LENGTHS, most) if k <= most), key=lambda k: tokens[k] / seconds[k])
+        return best, tokens[best], seconds[best]
 
-        They are what blocks take and, where it is known, what drafts do; what texts brought is not among them.
-        """
-        self.catch_up()
-        costs = {
-            name: {"blocks": source.costs.seconds(), "drafting": source.drafting.parts()}
-            for name, source in self._sources.items()
-            if source.costs.known
-        }
-        write_json(Path(path), costs)
+    def _loses(self) -> bool:
+        """Whether plain steps are faster than the best blocks of those who drafted the last few."""
+        plain = self._plain.typical
+        best = {name: self._best(self._drafters[name], LENGTHS[-1]) for name in {*self._recent} if name is not None}
+        silent = 0, 1.0, plain if self._silent.typical == math.inf else self._silent.typical
+        chosen = [silent if name is None else best[name] for name in self._recent]
+        return sum(tokens * plain - seconds for _, tokens, seconds in chosen) < 0
 
-    @classmethod
-    def load(cls, path: str | Path) -> "Adaptive":
-        """A policy that begins with saved costs. Raises :class:`~dflash.errors.DFlashError` for another file."""
-        policy = cls()
-        try:
-            for name, saved in read_json(Path(path)).items():
-                source = policy._source(name)
-                source.costs = BlockCosts.from_seconds({int(k): float(time) for k, time in saved["blocks"].items()})
-                if saved["drafting"] is not None:
-                    source.drafting = DraftCosts.from_parts(*saved["drafting"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise DFlashError(f"{path} holds no costs of blocks; expected a file that Adaptive.save wrote.") from error
-        return policy
-
-
-RECENT, USUAL = 0.87, 0.95
-"""What a block counts in proportion to the next one, in the mean that puts a drafter to sleep and in the long one."""
-
-ENOUGH = 8
-"""Blocks, the older ones counted less, from which it is known what a wait for the probabilities, or a block, gains."""
-
-REGAINED = 0.1
-"""Of what a block usually gains, the part that each plain step or block lets a text lose again."""
-
-PATIENCE = 30
-"""Blocks after which a shorter draft is tried even if it costs right drafts."""
-
-FURTHER = 0.7
-"""What a draft that was not asked for is expected to be worth, in proportion to the one before it."""
-
-
-@dataclass
-class _Rate:
-    """Expected tokens and seconds of the last blocks; older ones count less."""
-
-    memory: float
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, tokens: float, seconds: float) -> None:
-        self.tokens = self.memory * self.tokens + tokens
-        self.seconds = self.memory * self.seconds + seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
-@dataclass
-class _Mean:
-    """Of the last blocks; older ones count less."""
-
-    mean: float = 0.0
-    blocks: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.blocks = USUAL * self.blocks + 1
-        self.mean += (value - self.mean) / self.blocks
-
-
-@dataclass
-class _Credit:
-    """Seconds that blocks may still lose in this text, measured against plain steps.
-
-    Where blocks usually gain much, few bad ones say little: so what they may lose grows with it.
-    """
-
-    loss: float
-    """The share of a text's plain time that it may lose where blocks gain nothing."""
-    seconds: float = 0.0
-    gained: _Mean = field(default_factory=_Mean)
-    """Seconds that a block gains on plain steps."""
-
-    def begin(self) -> None:
-        """A new text begins: it may lose what a block usually gains."""
-        self.seconds = self._usual
-
-    def add(self, gained: float, plain: float) -> None:
-        """Tokens that take ``plain`` seconds without a drafter were committed, and ``gained`` seconds."""
-        self.seconds += gained + self._allowed(plain)
-
-    def add_block(self, gained: float, plain: float) -> None:
-        """The same, by a block with drafts."""
-        self.gained.add(gained)
-        self.add(gained, plain)
-        if self.gained.blocks < ENOUGH:  # little is known of the drafter, which must be tried
-            self.seconds = max(self.seconds, self._usual)
-
-    def tokens_until(self, at_risk: float, plain: float) -> int:
-        """Plain steps, of ``plain`` seconds each, until a block may lose the seconds ``at_risk``."""
-        if self.gained.blocks < ENOUGH:
-            return 0
-        return max(0, math.ceil((at_risk - self.seconds) / self._allowed(plain)))
-
-    def _allowed(self, plain: float) -> float:
-        return self.loss * plain + REGAINED * self._usual
-
-    @property
-    def _usual(self) -> float:
-        return max(self.gained.mean, 0.0)
-
-
-@dataclass
-class _Source:
-    """What is known of one source of drafts."""
-
-    costs: BlockCosts = field(default_factory=BlockCosts)
-    chances: Calibration = field(default_factory=Calibration)
-    drafting: DraftCosts = field(default_factory=DraftCosts)
-    nap: int = 0
-    recent: _Rate = field(default_factory=lambda: _Rate(RECENT))
-    usual: _Rate = field(default_factory=lambda: _Rate(USUAL))
-    worth: list[float] = field(default_factory=list)
-    """Mean of the last blocks, by the number of drafts to choose from."""
-    value: list[float] = field(default_factory=list)
-    """Mean of the last blocks, by the number of drafts verified."""
-    gained: _Mean = field(default_factory=_Mean)
-    """Tokens that a choice by the probabilities is worth, beyond what the usual length is."""
-    waited: _Mean = field(default_factory=_Mean)
-    """Seconds that such a choice costs."""
-    seen: int = 0
-    """Blocks so far."""
-    matched: int | None = None
-    """Leading drafts that were right in the last of this text's blocks that was learned; ``None`` where all were."""
-
-    def expected_tokens(
-        self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
-    ) -> np.ndarray:
-        """Tokens that a block commits if it verifies 0, 1, .. ``count`` drafts."""
-        chances = self.chances.chances(count, confidence)
-        survival = np.ones(count + 1)  # of the anchor, then of each draft
-        if parents is None:
-            np.cumprod(chances, out=survival[1:])
-        else:
-            for i, chance in enumerate(chances):
-                survival[i + 1] = chance * survival[parents[i] + 1]
-        return np.cumsum(survival)
-
-    def best(self, tokens: np.ndarray, plain: float) -> tuple[float, float]:
-        """Expected tokens and seconds of a block at the length that gains most on plain steps of ``plain`` seconds.
-
-        Whether a drafter sleeps is judged by this: not by a length that was only tried.
-        """
-        most = len(tokens) - 1
-        seconds = self.drafting.expected_to(most) + self.costs.expected_to(most)
-        best = np.argmax(tokens * plain - seconds)
-        return float(tokens[best]), float(seconds[best])
-
-    def hopes(
-        self, count: int, confidence: Sequence[float] | None, parents: Sequence[int] | None
-    ) -> tuple[np.ndarray, np.ndarray, float]:
-        """Of a block that verifies 0, 1, .. ``count`` drafts, the tokens expected and the seconds hoped for.
-
-        The last is what the time of a block usually brings, in tokens per second.
-        """
-        tokens, seconds = self.expected_tokens(count, confidence, parents), self.costs.hoped_to(count)
-        usual = self.usual.tokens_per_second or float(np.max(tokens / (seconds + self.drafting.expected(count))))
-        return tokens, seconds, usual
-
-    def remember(self, block: BlockRecord) -> None:
-        """What the numbers of drafts to choose from, and those to verify, were worth in this block."""
-        tokens, seconds, usual = self.hopes(block.drafted, block.confidence, block.parents)
-        self.remember_worth(tokens - usual * seconds, tokens, usual)
-        value = (tokens - usual * self.costs.expected_to(block.drafted)).tolist()  # what is hoped for is no gain
-        if self.value:
-            self.gained.add(max(value) - value[self.usual_length(block.drafted)])
-        self.value = [*_averaged(self.value, value), *self.value[len(value) :]]
-
-    def usual_length(self, most: int) -> int:
-        """The number of drafts, 0 to ``most``, that was worth most to verify on average."""
-        known = range(min(most + 1, len(self.value)))
-        return max(known, key=self.value.__getitem__, default=most)
-
-    def next_block(self, most: int) -> float:
-        """Seconds that the next block will take, if ``most`` drafts can be asked for."""
-        count = self.draft_length(most)
-        return self.drafting.expected(count) + self.costs.expected(self.usual_length(count))
-
-    def waiting_pays(self) -> bool:
-        """Whether a block's probabilities gain more than the wait for them costs; true as long as nobody knows."""
-        known = self.drafting.known and self.waited.blocks and self.gained.blocks >= ENOUGH
-        return not known or self.gained.mean > self.usual.tokens_per_second * self.waited.mean
-
-    def learn(self, block: BlockRecord) -> None:
-        """The block's time, and every draft of which it is known whether the target would have written it."""
-        if self.costs.known:
-            self.remember(block)
-        self.seen += 1
-        self.matched = None if block.matched == block.drafted else block.matched
-        self.costs.observe(block.verified, block.seconds - (block.drafting or self.drafting.expected(block.drafted)))
-        if block.drafting:
-            self.drafting.observe(block.drafted, block.drafting)
-        if block.choosing:
-            self.waited.add(block.choosing)
-        reached = range(min(block.matched + 1, block.compared))
-        outcomes = {i: i < block.matched for i in reached} if block.outcomes is None else block.outcomes
-        for i, accepted in outcomes.items():
-            self.chances.observe(None if block.confidence is None else block.confidence[i], accepted)
-
-    def remember_worth(self, worth: np.ndarray, tokens: np.ndarray, usual: float) -> None:
-        """``worth[k]`` is what verifying ``k`` drafts of this block is worth, in tokens; more drafts give more choice.
-
-        Of drafts that were not asked for, each is expected to change the worth as the last one did, but by less. After
-        a single draft, which saves a pass, that would be too much: there it is the tokens that grow by less, while the
-        block takes longer.
-        """
-        best = np.maximum.accumulate(worth).tolist()
-        gain = best[-1] - best[-2] if len(best) > 1 else 0.0
-        if len(best) == 2:
-            _, shorter, longer = self.costs.hoped_to(2)
-            gain = max(0.0, float(tokens[1] - tokens[0] - usual * (longer - shorter) / FURTHER))
-        while len(best) < len(self.worth):
-            gain *= FURTHER
-            best.append(best[-1] + gain)
-        self.worth = _averaged(self.worth, best)
-
-    def draft_length(self, most: int) -> int:
-        """The number of drafts, 1 to ``most``, that was worth most beyond what drafting them costs."""
-        if not self.drafting.known:
-            trial = self.drafting.trial(most)
-            cheap = self.matched is not None and self.matched <= trial  # a trial should cost no right drafts
-            return trial if cheap or self.seen >= PATIENCE else most
-        known, rate = min(most, len(self.worth) - 1), self.usual.tokens_per_second
-        if known < 1:
-            return most
-        best = 1 + int(np.argmax(np.array(self.worth[1 : known + 1]) - rate * self.drafting.expected_to(known)[1:]))
-        return most if best == known else best
-
-
-def _averaged(before: list[float], now: list[float]) -> list[float]:
-    """Means of the last blocks, by the numbers of drafts that ``now`` has; those that are new begin with it."""
-    return [RECENT * b + (1 - RECENT) * n for b, n in zip(before + now[len(before) :], now, strict=False)]
+    def _pause_length(self) -> int:
+        """Tokens after which a block that brings no draft, as short as they come, costs :data:`SHARE` of the time."""
+        name, plain = self._recent[-1], self._plain.typical
+        times = {0: self._silent} if name is None else self._drafters[name].times
+        seconds = next((times[k].typical for k in sorted(times) if times[k].typical < math.inf), plain)
+        return min(max(math.ceil((seconds / plain - 1) / SHARE), SHORTEST), LONGEST)

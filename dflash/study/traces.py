@@ -236,7 +236,7 @@ def calibration_error(table: "pd.DataFrame") -> float:
 
 
 def time_by_part(blocks: "pd.DataFrame") -> "pd.Series":
-    """Seconds by part, in the order ``prefill draft verify rewind plain threads host``."""
+    """Seconds by part, in the order ``prefill draft verify rewind plain host``."""
     return blocks[[f"seconds_{part}" for part in PARTS]].sum().rename(lambda name: name.removeprefix("seconds_"))
 
 

@@ -17,7 +17,7 @@ from ..adapters.base import LayerCaller
 from ..adapters.registry import generic_does_not_fit
 from ..errors import GenerationError, IncompatibleModelsError
 from .caches import make_caches
-from .early import EarlyLayers
+from .early import early_on_cpu
 from .rewind import TargetCache, check_trees
 from .trial import first_difference, passes, tree_difference
 
@@ -107,19 +107,17 @@ class LoadedTargetModel:
         cache: list[Any] | None,
         layer_ids: Sequence[int],
         parents: Sequence[int] | None = None,
-        *,
-        early: EarlyLayers | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Logits ``[B, L, V]`` and features ``[B, L, len(layer_ids) * hidden_size]`` of ``tokens [B, L]``.
 
         Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place, and can
         be rewound within these tokens until the next pass. With ``parents`` the tokens after the first are a tree
-        (:mod:`dflash.trees`), ``B`` is 1, and :meth:`TargetCache.keep` says which path remains. With ``early`` the
-        device begins while the rest of the pass is built, which pays where it would else run out of work.
+        (:mod:`dflash.trees`), ``B`` is 1, and :meth:`TargetCache.keep` says which path remains. A CPU begins with
+        each layer while the next is built.
 
         Raises :class:`~dflash.errors.IncompatibleModelsError`, naming a layer, where trees are not possible.
         """
-        hidden, features = self._forward(tokens, cache, layer_ids, rewindable=True, parents=parents, early=early)
+        hidden, features = self._forward(tokens, cache, layer_ids, rewindable=True, parents=parents)
         return self.head(hidden), features
 
     def _forward(
@@ -129,15 +127,14 @@ class LoadedTargetModel:
         layer_ids: Sequence[int],
         rewindable: bool,
         parents: Sequence[int] | None = None,
-        early: EarlyLayers | None = None,
     ) -> tuple[mx.array, mx.array]:
         recorder: LayerCaller | None = None
         if parents:
             recorder = cast(TargetCache, cache).expect_tree(parents)
         elif isinstance(cache, TargetCache):
             recorder = cache.expect(tokens.shape[1], rewindable)
-        if early is not None:
-            early.caller, recorder = recorder, early
+        if rewindable:
+            recorder = early_on_cpu(recorder)
         return self.adapter.forward(tokens, cache, layer_ids, recorder)
 
     def check_trees(self, cache: TargetCache) -> None:

@@ -37,7 +37,7 @@ def test_both_sides_of_a_prompt_answer_with_the_threads_that_were_chosen_before_
         @contextmanager
         def in_use(self):
             calls.append("(")
-            yield True
+            yield
             calls.append(")")
 
     sides = scripted_side("p", [5, 6], calls), scripted_side("d", [5, 6], calls)

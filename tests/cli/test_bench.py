@@ -13,8 +13,9 @@ from support.cli import assert_one_error, invoke
 from support.models import TEXT_VOCAB, random_drafter
 
 import dflash
-from dflash import backend, bench, threads
+from dflash import backend, bench
 from dflash.bench import doctor, speedup
+from dflash.policies import threads
 
 # --- bench --------------------------------------------------------------------------------------------
 
@@ -61,7 +62,8 @@ def test_bench_reports_the_measured_limit_and_the_fraction_reached(pair, prompts
 
     monkeypatch.setattr(speedup, "measure_limit", measured)
     monkeypatch.setattr(speedup, "LEAST_BLOCKS", 2)
-    report = json.loads(invoke("bench", *pair, "--prompts", prompts, "--max-tokens", "40", "--json").stdout)
+    options = ["--prompts", prompts, "--max-tokens", "40", "--policy", "full", "--json"]
+    report = json.loads(invoke("bench", *pair, *options).stdout)
     ((answer, tau),) = asked
     assert len(answer) == 40
     committed = [n for prompt in report["prompts"] for run in prompt["committed"] for n in run]
@@ -250,8 +252,8 @@ def test_doctor_shows_how_many_threads_decode_and_why(pair, monkeypatch):
     monkeypatch.setattr(backend, "blas_threads", lambda: 2)
     monkeypatch.setattr(backend, "set_blas_threads", lambda count: True)  # or other tests would compute with two
     lines = [x for x in invoke("doctor", *pair[:2]).stdout.splitlines() if x.startswith("BLAS threads")]
-    assert re.search(r"up to 2; each decoder measures", lines[0])
-    assert re.search(r"[12] of 2: a pass of 16 tokens takes .* ms with 1, .* ms with 2", lines[1])
+    assert re.search(r"up to 2; each decoder takes the quickest", lines[0])
+    assert re.search(r"[12]: a pass of 16 tokens takes .* ms with 1, .* ms with 2", lines[1])
     monkeypatch.setenv("MKL_NUM_THREADS", "2")
     assert invoke("doctor").stdout.count("2: MKL_NUM_THREADS is set") == 1
 

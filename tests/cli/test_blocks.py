@@ -84,19 +84,24 @@ def test_a_profile_shows_parts_and_lengths_and_goes_into_json(generate):
 
 def test_a_profile_fits_80_columns_with_what_the_policy_expected(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    profile, why = Profile(), {"tokens": 8.12345, "seconds": 0.0151234, "usual_tokens_per_second": 512.345}
+    profile, why = Profile(), {"tokens": 8.12345, "seconds": 0.0151234, "plain_seconds": 0.00512345}
     parts = {"draft": 0.0123456, "verify": 0.1234567, "rewind": 0.0012345, "host": 0.01}
     block = {"record": "block", "seconds": parts, "verified": 15, "accepted": 9, "tokens": [0] * 10, "why": why}
     for number in range(1, 12345):
         profile(block | {"number": number, "asleep": False})
-    profile(block | {"number": 12345, "asleep": True, "seconds": {"plain": 0.1, "host": 0.0}})
+    pause = block | {"asleep": True, "seconds": {"plain": 0.1, "host": 0.0}}
+    for number, left in enumerate((40, 39, 5), 12345):
+        profile(pause | {"number": number, "why": {"next_attempt": left}})
     print_profile(profile)
     shown = capsys.readouterr().err
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
     rows = [re.findall(r"[\w./]+", line) for line in shown.splitlines()]
-    assert ["15", "12344", "9.00", "10.00", "137.04", "8.123", "512.3"] in rows
-    assert ["verified", "blocks", "accepted", "committed", "ms", "tokens", "tokens/s"] in rows
+    assert ["15", "12344", "9.00", "10.00", "137.04", "8.123", "15.12"] in rows
+    assert ["verified", "blocks", "accepted", "committed", "ms", "tokens", "ms"] in rows
+    assert ["asleep", "3", "1", "100.00"] in rows
+    assert "asleep: drafting paused once, with 41 to 41 tokens to the next attempt" in shown
+    assert profile.to_dict()["pauses"] == [41]
 
 
 def test_a_trace_names_the_models_of_the_command(generate, tmp_path):

@@ -94,7 +94,7 @@ BAD_PROPOSALS = {
 def test_what_a_drafter_may_not_propose_is_one_clear_error(name):
     """Ids beyond the embedding's rows used to end the process."""
     proposal, words = BAD_PROPOSALS[name]
-    decoder = DFlashSpeculativeDecoder(target("qwen3", 3), ProposingDrafter(proposal), block_size=8)
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 3), ProposingDrafter(proposal), block_size=8, policy="full")
     with pytest.raises(GenerationError) as error:
         decoder.spec_generate([3, 1, 4], 20)
     refused(error, "ProposingDrafter", words)

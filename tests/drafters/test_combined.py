@@ -130,7 +130,7 @@ def test_the_text_is_the_targets_own_and_the_models_context_equals_its_own_alone
 @pytest.mark.parametrize("rule", ["first_mismatch", "speculative_sampling"])
 def test_it_samples_with_both_rules(rule):
     loaded = target("llama", 2)
-    decoder = DFlashSpeculativeDecoder(loaded, CombinedDrafter(random_drafter(0)), verify=rule)
+    decoder = DFlashSpeculativeDecoder(loaded, CombinedDrafter(random_drafter(0)), verify=rule, policy="full")
     first, again, other = (decoder.spec_generate([3, 1, 4, 3, 1], 20, 1.0, seed=seed).tolist() for seed in (1, 1, 2))
     assert first == again != other
 

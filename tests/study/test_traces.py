@@ -73,7 +73,7 @@ def test_quantities_are_those_counted_by_hand(by_hand):
     assert t.acceptance_counts(tables.blocks).tolist() == [1, 0, 1, 2]
     assert t.time_by_part(tables.blocks).to_dict() == {
         **{"prefill": 2.0, "draft": 1.0, "verify": 2.0, "rewind": 0.5},
-        **{"plain": 0.5, "threads": 0.0, "host": 0.5},
+        **{"plain": 0.5, "host": 0.5},
     }
 
 

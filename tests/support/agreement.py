@@ -52,7 +52,7 @@ def assert_same_blocks(pair, tokens: list[int], count: int, block_size: int, kin
     assert len(set(expected.accepted)) >= kinds, "always right or always wrong; the comparison means nothing"
     assert expected.lead > 2e-4, "a near tie: float32 may fall on its other side"
     steps: list[list[int]] = []
-    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=block_size)
+    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=block_size, policy="full")
     ids = decoder.spec_generate(mx.array([tokens]), count, stream_callback=steps.append)
     assert ids[0, len(tokens) :].tolist() == expected.tokens
     assert len(steps[0]) == 1, "the prompt's own pass commits one token"

@@ -1,82 +1,126 @@
-"""A pass that begins early is the same pass, and its first layers are on their way before the last are built."""
+"""On a CPU a pass begins before it is built and stays the same pass; elsewhere nothing is handed over early."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from support.models import bound_drafter, target
 
-from dflash import decode
+from dflash import Policy, backend
 from dflash.block import Decoding
 from dflash.decode import plain_steps, prefill
-from dflash.drafters import dflash as block_drafter
 from dflash.target import early
 
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    """In their order, the calls of layers and what the device is given."""
+    """In their order, what the device is given, and what :func:`note_calls` adds."""
     noted: list[str] = []
+    async_eval = mx.async_eval
 
-    class Noting:
-        def __getattr__(self, name):
-            return getattr(mx, name)
+    def give(*arrays):
+        noted.append("given")
+        async_eval(*arrays)
 
-        def async_eval(self, *arrays):
-            noted.append("given")
-            mx.async_eval(*arrays)
-
-    monkeypatch.setattr(early, "mx", Noting())
-    monkeypatch.setattr(block_drafter, "mx", Noting())
+    monkeypatch.setattr(mx, "async_eval", give)
     return noted
+
+
+def note_calls(layers: list[nn.Module], events: list[str], monkeypatch) -> None:
+    """Note each call of ``layers``, all of one class, when it is built."""
+    (kind,) = {type(layer) for layer in layers}
+    call = kind.__call__
+
+    def noting(self, *args, **kwargs):
+        output = call(self, *args, **kwargs)
+        events.append("built")
+        return output
+
+    monkeypatch.setattr(kind, "__call__", noting)
+
+
+def compute_on(cpu: bool, monkeypatch) -> None:
+    """Let the package take this machine's device for a CPU, or for none."""
+    for module in (backend, early):
+        monkeypatch.setattr(module, "on_cpu", lambda: cpu)
 
 
 @pytest.mark.parametrize(
     ("kind", "parents"), [("qwen3", None), ("llama", None), ("sliding", None), ("qwen3", [-1, 0, 0, 1])]
 )
-def test_a_pass_that_begins_early_is_the_same_pass(kind, parents, events):
+def test_a_pass_that_begins_early_is_the_same_pass(kind, parents, events, monkeypatch):
     loaded, tokens = target(kind), mx.array([[3, 1, 4, 1, 5]])
     outcomes = []
-    for begun in (None, early.EarlyLayers()):
+    for cpu in (False, True):
+        compute_on(cpu, monkeypatch)
         cache = loaded.make_cache()
         loaded.forward_hidden(mx.array([[7, 2, 9]]), cache, ())
-        logits, features = loaded.forward_with_hidden_states(tokens, cache, (0, 1), parents, early=begun)
+        assert not events, "a prompt's pass is taken as a whole"
+        logits, features = loaded.forward_with_hidden_states(tokens, cache, (0, 1), parents)
         cache.keep([0, 1, 4] if parents else [0, 1])  # the last draft of the tree follows the first
         after = loaded.forward_hidden(mx.array([[8]]), cache, ())[0]
         outcomes.append([np.array(x.astype(mx.float32)) for x in (logits, features, after)])
-        assert events.count("given") == (0 if begun is None else loaded.num_layers)
+        assert events == ["given"] * (loaded.num_layers if cpu else 0)
     for plainly, earlier in zip(*outcomes, strict=True):
         np.testing.assert_array_equal(plainly, earlier)
 
 
-def test_each_layer_is_given_to_the_device_before_the_next_is_built(events):
+@pytest.mark.parametrize("parents", [None, [-1, 0]])
+@pytest.mark.parametrize(("cpu", "a_layer"), [(True, ["built", "given"]), (False, ["built"])])
+def test_each_layer_is_given_to_a_cpu_before_the_next_is_built(cpu, a_layer, parents, events, monkeypatch):
     loaded = target("qwen3")
-    begun = early.EarlyLayers()
+    cache = loaded.make_cache()
+    compute_on(cpu, monkeypatch)
+    note_calls(loaded.model.layers, events, monkeypatch)
+    loaded.forward_with_hidden_states(mx.array([[3, 1, 4]]), cache, (0,), parents)
+    assert events == a_layer * loaded.num_layers
 
-    class Built:
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_the_caller_of_a_pass_makes_the_calls(cpu, events, monkeypatch):
+    loaded = target("qwen3")
+
+    class Caller:
         def call(self, layer, args, kwargs):
-            events.append("built")
+            events.append("called")
             return layer(*args, **kwargs)
 
-    begun.caller = Built()
-    loaded.adapter.forward(mx.array([[3, 1, 4]]), loaded.make_cache(), (0,), begun)
-    assert events == ["built", "given"] * loaded.num_layers
-    assert begun.begun_at is not None
+    compute_on(cpu, monkeypatch)
+    own = Caller()
+    caller = early.early_on_cpu(own)
+    assert (caller is own) == (early.early_on_cpu(None) is None) == (not cpu)
+    loaded.adapter.forward(mx.array([[3, 1, 4]]), loaded.make_cache(), (0,), caller)
+    assert events == (["called", "given"] if cpu else ["called"]) * loaded.num_layers
 
 
-def test_a_drafter_begins_with_each_layer_before_the_next_is_built(events):
+@pytest.mark.parametrize(("cpu", "a_layer"), [(True, ["given", "built"]), (False, ["built"])])
+def test_a_cpu_begins_with_each_layer_of_a_drafter_before_the_next_is_built(cpu, a_layer, events, monkeypatch):
+    """With its attention: what follows in the layer is small."""
     drafter = bound_drafter("qwen3", 0)
     cache = drafter.make_cache()
     features = mx.zeros((1, 3, len(drafter.target_layer_ids) * drafter.config.hidden_size))
+    compute_on(cpu, monkeypatch)
+    note_calls(drafter.layers, events, monkeypatch)
     drafter.extend_context(features, cache, mx.array([[1, 2, 3]]))
     drafter.propose(mx.array([[4]]), 3, cache)
-    assert events == ["given"] * drafter.config.num_hidden_layers
+    assert events == a_layer * drafter.config.num_hidden_layers
 
 
-@pytest.mark.parametrize(("on_a_cpu", "early_steps"), [(True, 3), (False, 1)])
-def test_the_steps_of_a_nap_begin_early_where_the_host_cannot_build_ahead(on_a_cpu, early_steps, events, monkeypatch):
-    monkeypatch.setattr(decode, "on_cpu", lambda: on_a_cpu)
-    run = Decoding(target("qwen3"), bound_drafter("qwen3", 0))
+class Sleeper(Policy):
+    """Never drafts."""
+
+    def sleep(self) -> int:
+        return 1000
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_plain_steps_begin_early_too(cpu, events, monkeypatch):
+    run = Decoding(target("qwen3"), bound_drafter("qwen3", 0), policy=Sleeper())
     state = prefill(run, [3, 1, 4])
+    compute_on(cpu, monkeypatch)
+    events.clear()
+    assert len(list(plain_steps(run, state, 1))) == 1
+    assert events == ["given"] * (cpu * run.target.num_layers + 1), "each layer, and what the step chooses"
     events.clear()
     assert len(list(plain_steps(run, state, 3))) == 3
-    assert len(events) == early_steps * run.target.num_layers
+    assert len(events) == 3 * (cpu * run.target.num_layers + 1)

@@ -40,8 +40,11 @@ EVIDENCE = 6.0
 SHARE, SHORTEST, LONGEST = 0.02, 4, 96
 """Part of the time that trying again may cost while drafting does not pay, and the limits of a pause in tokens."""
 
-REFERENCE = 128
-"""Blocks after which plain steps are timed again."""
+REFERENCE, REFERENCE_STEPS = 192, ENOUGH + 2
+"""Blocks after which plain steps are timed again, and how many: of a pause the first and the last one say nothing."""
+
+SUSPECT = 1.25
+"""Times a block's time, from which on a plain step's time is not believed and soon taken again."""
 
 RECENT = 8
 """Blocks whose drafters, where there are several, say whether drafting pays."""
@@ -146,11 +149,13 @@ class Adaptive(Policy):
         self._drafters: dict[str, Record] = {}
         self._recent: deque[str | None] = deque(maxlen=RECENT)  # who drafted; None: nothing was proposed
         self._now = self._blocks = 0  # tokens so far; blocks since the last plain step
-        self._pause, self._losing = ENOUGH + 1, False  # plain steps come first: they are what blocks must beat
+        self._steps, self._last_step = 0, 0.0  # plain steps of this pause so far; seconds of the last one
+        self._pause, self._losing = REFERENCE_STEPS, False  # plain steps come first: they are what blocks must beat
         self._why: dict[str, float] = {}
 
     def begin(self) -> None:
         """Draft again."""
+        self._steps = 0
         self.wake()
 
     def wake(self) -> None:
@@ -182,13 +187,17 @@ class Adaptive(Policy):
         """Learn times and outcomes, and decide whether to pause."""
         self._now += block.accepted + 1
         if block.asleep:
-            self._plain.add(self._now, block.seconds)
+            # A pass is under way before the step before it ends, so that the first step of a pause takes two passes'
+            # time and the last one next to none.
+            if self._steps > 1:
+                self._plain.add(self._now, self._last_step)
+            self._steps, self._last_step = self._steps + 1, block.seconds
             self._blocks, self._pause = 0, max(self._pause - 1, 0)
             self._why = {"next_attempt": self._pause}
             if self._losing and (self._pause == 0 or not self._loses()):
                 self.wake()
             return
-        self._blocks += 1
+        self._blocks, self._steps = self._blocks + 1, 0
         if block.drafted:
             self._recent.append(block.source)
             times = self._drafters.setdefault(block.source, Record()).learn(self._now, block)
@@ -198,9 +207,9 @@ class Adaptive(Policy):
             times.add(self._now, block.seconds)
         if not block.matched and self._loses():
             self._pause, self._losing = self._pause_length(), True
-        # A plain step does less than any block; where it seems to take longer, it was timed on a slower machine.
-        elif self._blocks >= (REFERENCE if self._plain.typical <= times.typical else RECENT):
-            self._pause, self._losing = ENOUGH, False
+        # A plain step does less than a block. If it seems to take much longer, it was timed while the machine was slow.
+        elif self._blocks >= (REFERENCE if self._plain.typical < SUSPECT * times.typical else RECENT):
+            self._pause, self._losing = REFERENCE_STEPS, False
 
     def why(self) -> dict[str, float]:
         """Of a block, expected tokens and seconds beside those of a plain step; in a pause, the tokens left of it."""

@@ -23,7 +23,7 @@ VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """A user's own settings: where one of them is set, its count is kept."""
 
 GAIN = 0.85
-"""Another count is taken if its pass needs less than this share of the time with the process's own."""
+"""More threads are taken only if a pass needs less than this share of the time with the process's own count."""
 
 ROUNDS = 3
 """Timed passes of each count; the quickest one is its time."""
@@ -72,7 +72,9 @@ class DecodeThreads:
         finally:
             backend.set_blas_threads(own)
         best = min(self.seconds, key=lambda count: self.seconds[count])
-        self.count = best if self.seconds[best] < GAIN * self.seconds[own] else own
+        # Otherwise the fewest threads that take no longer: the host builds the next pass while these compute one.
+        as_quick = min(n for n in self.seconds if self.seconds[n] <= self.seconds[own])
+        self.count = best if self.seconds[best] < GAIN * self.seconds[own] else as_quick
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -117,9 +117,9 @@ def test_by_default_the_adaptive_policy_decides_and_says_why():
     decoder.generate("What is 7 * 8?", max_tokens=20, trace=records.append)
     blocks = records[2:]
     drafting = [not block["asleep"] for block in blocks]
-    assert drafting == [False] * 4 + [True] * (len(blocks) - 4)
-    assert [block["why"] for block in blocks[:4]] == [{"next_attempt": left} for left in (3, 2, 1, 0)]
-    assert all(block["why"].keys() == {"tokens", "seconds", "plain_seconds"} for block in blocks[4:] if block["drafts"])
+    assert drafting == [False] * 5 + [True] * (len(blocks) - 5)
+    assert [block["why"] for block in blocks[:5]] == [{"next_attempt": left} for left in (4, 3, 2, 1, 0)]
+    assert all(block["why"].keys() == {"tokens", "seconds", "plain_seconds"} for block in blocks[5:] if block["drafts"])
     records.clear()
     decoder.generate("What is 7 * 8?", max_tokens=20, trace=records.append)
     assert not any(block["asleep"] for block in records[1:]), "what was measured serves the next request too"

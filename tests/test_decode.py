@@ -227,7 +227,7 @@ def test_a_token_equal_to_the_mask_is_legitimate_output():
     mask = Counter(expected).most_common(1)[0][0]
     assert expected.count(mask) > 2
     drafter = random_drafter(1, VOCAB, mask_token_id=mask)
-    decoder = DFlashSpeculativeDecoder(target("llama", 1), drafter)
+    decoder = DFlashSpeculativeDecoder(target("llama", 1), drafter, policy="full")
     assert decoder.spec_generate(mx.array([prompt]), count).tolist() == [prompt + expected]
 
 

@@ -84,7 +84,8 @@ def test_stop_strings_cut_the_text_and_are_never_shown(stops, p, block_size):
 
 
 def test_generation_ends_soon_after_a_stop_string():
-    responses = list(writer("stop" + "x" * 500, p=1.0).stream_generate(PROMPT, 500, stop_strings=["stop"]))
+    decoder = writer("stop" + "x" * 500, p=1.0, policy="full")
+    responses = list(decoder.stream_generate(PROMPT, 500, stop_strings=["stop"]))
     assert responses[-1].generation_tokens <= 17
 
 
@@ -95,7 +96,7 @@ def test_a_stop_string_that_max_tokens_cuts_off_is_shown_as_far_as_it_came():
 
 
 def test_the_stop_token_is_counted_and_not_shown():
-    responses = list(writer("done", p=1.0).stream_generate(PROMPT, 50))
+    responses = list(writer("done", p=1.0, policy="full").stream_generate(PROMPT, 50))
     assert "".join(r.text for r in responses) == "done"
     assert [t for r in responses for t in r.tokens] == [*byte_tokenizer().encode("done"), byte_tokenizer().eos_token_id]
     assert responses[-1].finish_reason == "stop"
@@ -229,7 +230,7 @@ def test_spec_generate_takes_the_cache_options():
 
 
 def test_spec_generate_ends_with_the_stop_token():
-    decoder, prompt, expected = token_decoder()
+    decoder, prompt, expected = token_decoder(policy="full")
     stop = expected[20]
     end = expected.index(stop) + 1
     ids = decoder.spec_generate(mx.array([prompt]), 40, stop_token_ids=[stop])

@@ -123,7 +123,8 @@ def test_an_answer_that_stops_in_a_block_is_continued_from_its_stop_token(kind, 
 def test_a_prompt_that_goes_another_way_goes_back_or_is_read_anew(kind, caplog):
     build, options = KINDS[kind]
     model = build()
-    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), ScriptedDrafter(FIRST, 64, 0.5), **options)
+    drafter = ScriptedDrafter(FIRST, 64, 0.5)
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), drafter, policy="full", **options)
     cache, other = decoder.make_prompt_cache(), [*FIRST[:5], 7, 7]
     decoder.spec_generate(FIRST, 30, prompt_cache=cache, **NO_STOP)
     read = read_by(decoder)
@@ -186,7 +187,7 @@ def test_a_file_of_mlx_lms_is_continued_by_a_drafter_that_sees_what_follows(kind
     expected = [
         t for t, _ in generate_step(mx.array(SECOND), model, max_tokens=30, prompt_cache=load_prompt_cache(file))
     ]
-    decoder = DFlashSpeculativeDecoder(target(kind, 3), bound_drafter(kind, 3))
+    decoder = DFlashSpeculativeDecoder(target(kind, 3), bound_drafter(kind, 3), policy="full")
     with caplog.at_level(logging.WARNING):
         cache = decoder.load_prompt_cache(file)
     assert "no context of this drafter" in caplog.text

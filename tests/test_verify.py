@@ -99,7 +99,7 @@ def test_nan_that_comes_in_the_middle_of_an_answer_is_not_committed():
     def spoil(tokens: mx.array, logits: mx.array) -> mx.array:
         return logits * NAN if tokens.size >= 12 else logits
 
-    decoder = DFlashSpeculativeDecoder(model, ScriptedDrafter(prompt + expected, 32, block_size=4))
+    decoder = DFlashSpeculativeDecoder(model, ScriptedDrafter(prompt + expected, 32, block_size=4), policy="full")
     steps: list[list[int]] = []
     with pytest.raises(DFlashError, match="not a number"):
         decoder.spec_generate(prompt, 20, logits_processors=[spoil], stream_callback=steps.append)

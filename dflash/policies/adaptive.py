@@ -3,8 +3,7 @@
 A block of ``k`` drafts commits ``1 + a_1 + a_1 a_2 + .. + a_1 .. a_k`` tokens on average, where ``a_i`` is the
 acceptance rate of draft ``i`` after right ones. Every block tells these rates and its time, whatever was decided, and
 the policy drafts the ``k`` with most tokens per second. If even that is slower than plain decoding, drafting pauses, so
-long that trying again costs little. ``dflash/docs/policies.md`` explains the rules on a page, and
-``tests/policies/test_disturbances.py`` holds what they guarantee.
+long that trying again costs little. ``dflash/docs/policies.md`` explains the rules and what they guarantee on a page.
 """
 
 import math
@@ -18,36 +17,22 @@ from .base import BlockRecord, Drafts, Policy, register_policy
 LENGTHS = (1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
 """Drafts of a block to choose from, beside the most there are. With the anchor they fill the tiles of usual kernels."""
 
-NEWEST, ENOUGH = 6, 3
-"""Times that are kept of each length, and from how many on it is known. The second shortest one counts: noise only adds
-time, and one time of any size may be an accident."""
+# Times. The second shortest of the newest few counts: noise only adds time, and any one time may be an accident.
+NEWEST, ENOUGH = 6, 3  # times that are kept of each length, and from how many on it is known
+AGE = 200  # tokens after which a time is old: without two newer ones a length is unknown again
+SLOPE = 0.05  # plain steps that each draft beyond the longest known length is hoped to add to a block
+REFERENCE, REFERENCE_STEPS = 192, ENOUGH + 2  # blocks after which plain steps are timed again, and how many
+SUSPECT = 1.25  # times a block's time, from which on a plain step's time is not believed and taken again
 
-AGE = 200
-"""Tokens after which a time is old. Without two newer ones a length is unknown again."""
+# Acceptance.
+MEMORY = 32  # blocks after which an outcome counts 1/e
+PRIOR, WEIGHT = 0.7, 2.0  # rate of a new drafter, and blocks that it, or the rate of the draft before, counts for
+EVIDENCE = 6.0  # blocks that earlier outcomes count for at most in a new request, and after a pause
 
-SLOPE = 0.05
-"""Plain steps that each draft beyond the longest known length is hoped to add to a block."""
-
-MEMORY = 32
-"""Blocks after which an outcome counts 1/e in the acceptance rates."""
-
-PRIOR, WEIGHT = 0.7, 2.0
-"""Acceptance rate of a new drafter, and the blocks that this, or the rate of the draft before, counts for."""
-
-EVIDENCE = 6.0
-"""Blocks that earlier outcomes count for at most in a new request, and after a pause."""
-
-SHARE, SHORTEST, LONGEST = 0.02, 4, 96
-"""Part of the time that trying again may cost while drafting does not pay, and the limits of a pause in tokens."""
-
-REFERENCE, REFERENCE_STEPS = 192, ENOUGH + 2
-"""Blocks after which plain steps are timed again, and how many: of a pause the first and the last one say nothing."""
-
-SUSPECT = 1.25
-"""Times a block's time, from which on a plain step's time is not believed and soon taken again."""
-
-RECENT = 8
-"""Blocks whose drafters, where there are several, say whether drafting pays."""
+# Pauses.
+SHARE = 0.02  # part of the time that trying again may cost while drafting does not pay
+SHORTEST, LONGEST = 4, 96  # tokens of a pause
+RECENT = 8  # blocks whose drafters, where there are several, say whether drafting pays
 
 
 class Times:
@@ -84,7 +69,7 @@ class Record:
     """The longest block to try: twice the longest one that was right as a whole, or whose time is known."""
 
     def learn(self, now: int, block: BlockRecord) -> Times:
-        """Add a block's time, and the outcome of every draft that followed right ones; the times of its length."""
+        """Add a block's time and the outcomes of its drafts; returns the times of its length."""
         times = self.times.setdefault(block.verified, Times())
         times.add(now, block.seconds)
         if block.accepted == block.verified or times.hint < math.inf:
@@ -99,9 +84,9 @@ class Record:
 
     def limit_evidence(self) -> None:
         """Let earlier outcomes count for :data:`EVIDENCE` blocks at most."""
-        shares = [min(1.0, EVIDENCE / max(n, EVIDENCE)) for n in self.tried]
-        self.right = [share * n for share, n in zip(shares, self.right, strict=True)]
-        self.tried = [share * n for share, n in zip(shares, self.tried, strict=True)]
+        for position, tried in enumerate(self.tried):
+            self.right[position] *= EVIDENCE / max(tried, EVIDENCE)
+            self.tried[position] = min(tried, EVIDENCE)
 
     def tokens(self, most: int) -> list[float]:
         """Tokens that a block is expected to commit, by its number of drafts, 0 to ``most``."""
@@ -120,8 +105,7 @@ class Record:
     def seconds(self, most: int, now: int, plain: float) -> list[float]:
         """Seconds of a block by its number of drafts, 0 to ``most``: on a line between known lengths, hopeful beyond.
 
-        Where a length is not known, the shorter one of that and its old or only times counts. So no length is given up
-        for good, and none that was good is forgotten.
+        For an unknown length old or few times count if they are shorter: none is given up for good, or forgotten.
         """
         known = [(k, t.typical) for k, t in sorted(self.times.items()) if t.known(now)]
         known = [(0, min([plain, *(typical for _, typical in known)])), *known]  # no block is quicker than a plain step
@@ -138,11 +122,7 @@ class Record:
 
 @register_policy("adaptive")
 class Adaptive(Policy):
-    """Drafts as many tokens as pay, by the times and the acceptance that it measures.
-
-    It reads no probabilities, so a block has one wait for the device. What it knows lasts as long as the policy, and a
-    new request finds it drafting.
-    """
+    """Drafts as many tokens as pay. What it measures serves later requests too, each of which finds it drafting."""
 
     def __init__(self) -> None:
         self._plain, self._silent = Times(), Times()  # plain steps, and blocks for which nothing was proposed
@@ -187,8 +167,7 @@ class Adaptive(Policy):
         """Learn times and outcomes, and decide whether to pause."""
         self._now += block.accepted + 1
         if block.asleep:
-            # A pass is under way before the step before it ends, so that the first step of a pause takes two passes'
-            # time and the last one next to none.
+            # A pass is under way before the last one is read: a pause's first step waits for two, its last for none.
             if self._steps > 1:
                 self._plain.add(self._now, self._last_step)
             self._steps, self._last_step = self._steps + 1, block.seconds

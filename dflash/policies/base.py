@@ -1,7 +1,6 @@
-"""The interface of a policy, which decides how many tokens each block drafts and verifies, and the two simplest ones.
+"""What a policy is told and asked: how many tokens each block drafts and verifies. The two simplest policies.
 
-A policy sees times, counts and probabilities, never tokens: it decides how fast the text is written, not what is
-written. The default policy is in ``adaptive.py``.
+It sees times, counts and probabilities, never tokens: it decides how fast the text is written, not what is written.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ class Drafts:
 
     Args:
         count: How many there are.
-        confidence: The drafter's probability of each draft; ``None`` unless the policy reads it and the drafter has it.
+        confidence: The drafter's probability of each; ``None`` unless the policy reads it and the drafter has it.
         source: Which of several drafters made them.
         parents: Of a tree, the draft that each one follows, -1 for the anchor; the likeliest drafts stand first.
     """
@@ -56,23 +55,19 @@ class BlockRecord:
     outcomes: Mapping[int, bool] | None = None
 
     @property
-    def compared(self) -> int:
-        """Leading drafts that were compared with a token of the target, if all before them were right."""
-        return min(self.verified + (self.accepted == self.verified), self.drafted)
-
-    @property
     def known_outcomes(self) -> Mapping[int, bool]:
         """:attr:`outcomes`, or what ``matched`` says of a chain."""
         if self.outcomes is not None:
             return self.outcomes
-        return {i: i < self.matched for i in range(min(self.matched + 1, self.compared))}
+        compared = min(self.verified + (self.accepted == self.verified), self.drafted)
+        return {i: i < self.matched for i in range(min(self.matched + 1, compared))}
 
 
 class Policy:
     """Drafts in every block and verifies every draft. Subclasses override what they decide otherwise.
 
-    A class that sets ``reads_confidence = True`` is told the drafter's probabilities before it chooses a length. The
-    host then waits for the drafts in every block before it can hand the target's pass to the device.
+    A class with ``reads_confidence = True`` is told the drafter's probabilities before it chooses a length, for which
+    the host waits in every block.
     """
 
     reads_confidence = False
@@ -117,10 +112,7 @@ POLICIES.register("full")(Policy)
 
 
 class Fixed(Policy):
-    """Verifies the first ``length`` drafts of every block.
-
-    Drafts are cut, not made shorter: a block that was filled at its full width is better at its beginning.
-    """
+    """Verifies the first ``length`` drafts of every block, which is drafted whole."""
 
     def __init__(self, length: int):
         self.length = length

@@ -1,8 +1,6 @@
 """How many BLAS threads one target decodes with on a CPU: measured once, when a decoder is made.
 
-The threads of a matrix product wait for each other at its end, so the quickest count depends on the model and the
-machine. A prompt is read with the process's own count: its products are large enough for all threads, and plain
-mlx-lm reads it with that count too.
+A prompt is read with the process's own count: its products are large enough for all threads.
 """
 
 import os
@@ -19,43 +17,34 @@ from .. import backend
 if TYPE_CHECKING:
     from ..target import LoadedTargetModel
 
-VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""A user's own settings: where one of them is set, its count is kept."""
+VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # of the user, who decides then
 
-GAIN = 0.85
-"""More threads are taken only if a pass needs less than this share of the time with the process's own count."""
-
-ROUNDS = 3
-"""Timed passes of each count; the quickest one is its time."""
+GAIN = 0.85  # more threads than the fewest are taken only if a pass needs less than this share of the time
+ROUNDS = 3  # timed passes of each count; the quickest one is its time
 
 _in_use = threading.Lock()  # the count belongs to the process, so one use at a time decides it
 
-RunPass = Callable[[int], mx.array]
-"""Runs a target pass over so many tokens and returns its evaluated logits."""
-
 
 class DecodeThreads:
-    """The thread count that one target's passes are quickest with: all, half of them or one.
-
-    A count whose logits differ in any bit from those of the process's own count is never taken.
+    """The thread count that one target's passes are quickest with: all, half of them or one, if the bits are the same.
 
     Args:
-        run_pass: The pass to time.
-        tokens: Length of the timed pass, that of a whole block.
+        run_pass: Runs a target pass over so many tokens and returns its evaluated logits.
+        tokens: Length of the timed pass: a whole block.
         clock: Seconds.
 
     :attr:`count` is ``None`` where the process's own count is left alone, and :attr:`seconds` holds the time of a pass
     by count.
     """
 
-    def __init__(self, run_pass: RunPass, tokens: int, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, run_pass: Callable[[int], mx.array], tokens: int, clock: Callable[[], float] = time.perf_counter
+    ):
         self.count: int | None = None
         self.seconds: dict[int, float] = {}
         self._tokens, self._reason = tokens, left_alone()
-        if self._reason is None:
-            self._choose(run_pass, clock)
-
-    def _choose(self, run_pass: RunPass, clock: Callable[[], float]) -> None:
+        if self._reason is not None:
+            return
         own = backend.blas_threads() or 1
         counts, logits = {own, max(1, own // 2), 1}, {}
         try:

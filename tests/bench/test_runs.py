@@ -174,13 +174,13 @@ def test_a_prompt_on_which_a_side_fails_leaves_the_others():
 
 
 def test_answers_are_no_longer_than_the_room_that_is_left():
-    decoder = writer("many more words than these", [65, 66])
+    decoder = writer("many more words than these", [65, 66], policy="full")
     for side in (bench.plain_side(decoder.loaded_target, 50, 8), bench.dflash_side(decoder, 50, longest=8)):
         assert len(bench.time_side(side, [65, 66]).tokens) == 6
 
 
 def test_both_sides_take_samplers_and_logits_processors():
-    decoder = writer("wwww", [65, 66])
+    decoder = writer("wwww", [65, 66], policy="full")
     letter = decoder.tokenizer.encode("w")[0]
 
     def without(tokens, logits):

@@ -134,7 +134,8 @@ def test_weights_may_be_spread_over_several_files(saved):
 def test_a_saved_target_decodes_as_the_model_it_was_saved_from(target_folder):
     loaded = load_target(target_folder)
     tokens, _ = plain_greedy(loaded.model, [1, 2, 3], 8)
-    decoder = DFlashSpeculativeDecoder(loaded, ScriptedDrafter([1, 2, 3, *tokens], TEXT_VOCAB, 0.7))
+    drafter = ScriptedDrafter([1, 2, 3, *tokens], TEXT_VOCAB, 0.7)
+    decoder = DFlashSpeculativeDecoder(loaded, drafter, policy="full")
     assert decoder.spec_generate(mx.array([[1, 2, 3]]), 8, stop_token_ids=[]).tolist() == [[1, 2, 3, *tokens]]
     assert loaded.num_layers == LAYERS
     assert loaded.max_length == 512

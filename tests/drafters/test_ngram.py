@@ -122,7 +122,7 @@ def test_a_file_with_one_name_changed_is_drafted_almost_whole():
     answer = [*tokenizer.encode(SOURCE.replace("widths", "column_sizes")), tokenizer.eos_token_id]
     prompt = tokenizer.encode("Repeat this with one name changed:\n" + SOURCE)
     model = ScriptModel([*prompt, *answer], TEXT_VOCAB)
-    decoder = dflash.DFlashSpeculativeDecoder(model, NgramDrafter(), tokenizer)
+    decoder = dflash.DFlashSpeculativeDecoder(model, NgramDrafter(), tokenizer, policy="full")
     blocks: list[list[int]] = []
     ids = decoder.spec_generate([prompt], len(answer), stream_callback=blocks.append)
     assert ids.tolist() == [[*prompt, *answer]]
@@ -136,7 +136,7 @@ def test_the_text_is_the_targets_own(kind):
     prompt, count = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4], 40
     expected, lead = plain_greedy(loaded.model, prompt, count)
     assert lead > NEAR_TIE
-    decoder = dflash.DFlashSpeculativeDecoder(loaded, NgramDrafter(sizes=(2, 1)))
+    decoder = dflash.DFlashSpeculativeDecoder(loaded, NgramDrafter(sizes=(2, 1)), policy="full")
     assert decoder.spec_generate([prompt], count).tolist() == [prompt + expected]
 
 

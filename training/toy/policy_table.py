@@ -1,6 +1,6 @@
 """How many drafts should a block verify? Fixed numbers, the adaptive policy and an oracle on the bundled models.
 
-    python -m dflash.training.toy.policy_table README.md
+    python -m dflash.training.toy.policy_table dflash/docs/measurements.md
 
 Three kinds of requests: those that the drafter was trained for, text unlike them, and answers that go from one to the
 other. Knows the toy tasks, the benchmark and where its table goes. Must not know how anything is decoded or timed.

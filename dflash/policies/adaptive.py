@@ -41,13 +41,13 @@ class Times:
     def __init__(self) -> None:
         self._newest: deque[tuple[int, float]] = deque(maxlen=NEWEST)
         self.typical = self.hint = math.inf
-        """The second shortest time: of enough times, and of fewer; infinite before there are so many."""
+        """The second shortest of enough times, and the shorter one of only two; infinite before there are so many."""
 
     def add(self, now: int, seconds: float) -> None:
         """Add the time of a block that ended after ``now`` tokens."""
         self._newest.append((now, max(seconds, 1e-9)))
         if len(self._newest) > 1:
-            self.hint = sorted(seconds for _, seconds in self._newest)[1]
+            self.hint = sorted(seconds for _, seconds in self._newest)[min(1, len(self._newest) - 2)]
         if len(self._newest) >= ENOUGH:
             self.typical = self.hint
 
@@ -72,7 +72,7 @@ class Record:
         """Add a block's time and the outcomes of its drafts; returns the times of its length."""
         times = self.times.setdefault(block.verified, Times())
         times.add(now, block.seconds)
-        if block.accepted == block.verified or times.hint < math.inf:
+        if block.accepted == block.verified or times.typical < math.inf:
             self.reach = max(self.reach, 2 * block.verified)
         outcomes = block.known_outcomes
         keep, new = 1 - 1 / MEMORY, [0.0] * (max(outcomes, default=-1) + 1 - len(self.tried))

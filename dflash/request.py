@@ -143,12 +143,9 @@ class DecodeOptions:
             raise GenerationError("Give either a sampler, or temperature, top_p, min_p and top_k, not both.")
         if isinstance(self.logits_processors, str) or callable(self.logits_processors):
             raise GenerationError("logits_processors must be a list; put the one processor into brackets.")
-        (
-            self.build_sampler(),
-            self.build_processors(),
-            self.verify_rule(),
-            self.build_policy(),
-        )  # unknown names are refused here
+        sampler, rule, _, _ = self.build_sampler(), self.verify_rule(), self.build_processors(), self.build_policy()
+        if hasattr(rule, "check_sampler"):
+            rule.check_sampler(sampler)
 
     def build_sampler(self) -> Sampler:
         """The sampler asked for."""

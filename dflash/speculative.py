@@ -31,6 +31,11 @@ class SpeculativeSampling:
     as first mismatch. Raises :class:`~dflash.errors.GenerationError` for a sampler whose distribution is not known.
     """
 
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Raise the error above before the first token; options call it."""
+        if sampler is not GREEDY:
+            _drawing(sampler)
+
     def propose(self, drafter: Drafter, anchor: mx.array, length: int, cache: Any, sampler: Sampler) -> Proposal:
         """Drafts drawn from ``q`` in place of the drafter's best tokens; the decode loop calls it."""
         if sampler is GREEDY:

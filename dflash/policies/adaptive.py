@@ -182,8 +182,7 @@ class Adaptive(Policy):
             times = self._drafters.setdefault(block.source, Record()).learn(self._now, block)
         else:
             self._recent.append(None)
-            times = self._silent
-            times.add(self._now, block.seconds)
+            (times := self._silent).add(self._now, block.seconds)
         if not block.matched and self._loses():
             self._pause, self._losing = self._pause_length(), True
         # A plain step does less than a block. If it seems to take much longer, it was timed while the machine was slow.

@@ -101,7 +101,8 @@ class _EachLength(Policy):
         return not self._todo
 
     def sleep(self) -> int:
-        return int(bool(self._todo) and self._todo[0] == 0)
+        # All of a round at once: a step alone could not begin while the one before it ends.
+        return next((i for i, length in enumerate(self._todo) if length), len(self._todo))
 
     def draft_length(self, most: int) -> int:
         return min(self._todo[0] if self._todo else most, most)
@@ -117,6 +118,7 @@ def costs(decoder: DFlashSpeculativeDecoder, context: int = _CONTEXT) -> dict[in
 
     0 stands for a plain step. A drafter that proposes fewer tokens than it is asked for has no time for those lengths.
     """
+    context = min(context, decoder.max_seq_length // 2)
     lengths = [k for k in LENGTHS if k < decoder.block_size]
     policy = _EachLength(lengths)
     run = Decoding(decoder.loaded_target, decoder.draft_model, policy=policy)

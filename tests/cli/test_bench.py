@@ -258,6 +258,18 @@ def test_doctor_shows_how_many_threads_decode_and_why(pair, monkeypatch):
     assert invoke("doctor").stdout.count("2: MKL_NUM_THREADS is set") == 1
 
 
+def test_doctor_says_from_which_acceptance_a_length_pays_and_which_one_is_best():
+    rows = doctor.costs_report({0: 0.010, 1: 0.012, 3: 0.025})
+    assert rows[1] == ("1", "12.00", "1.20", "0.20", "1.08*", "1.25*", "1.42*", "1.58*")
+    assert rows[2] == ("3", "25.00", "2.50", "0.70", "0.57", "0.75", "1.01", "1.38")
+
+
+def test_doctor_times_every_length_and_plain_steps_of_whole_pauses(pair):
+    assert "what a block costs and brings" in invoke("doctor", *pair).stdout
+    policy = doctor._EachLength([1, 3])
+    assert policy.sleep() == 4
+
+
 def test_doctor_names_tokens_that_a_new_drafter_can_take_for_its_mask(pair):
     (line,) = [x for x in invoke("doctor", *pair[:2]).stdout.splitlines() if x.startswith("unused tokens")]
     assert "'<|mask|>' (261)" in line

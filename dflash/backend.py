@@ -8,12 +8,15 @@ Linux bundles the reference BLAS, and a faster one takes its place only if its s
 
 import atexit
 import ctypes
+import functools
 import importlib.metadata
 import logging
+import os
 import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,11 +93,21 @@ def on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
+def begins_early() -> bool:
+    """Whether a graph goes to the device in parts while it is built: to a CPU, if BLAS leaves the host a core.
+
+    A GPU takes a graph as a whole, and so does a CPU whose cores all multiply matrices: there, the host would only
+    take one of them away.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return on_cpu() and (blas_threads() or 1) < cores
+
+
 def begin_early(*arrays: "mx.array") -> None:
-    """Let a CPU compute ``arrays`` while the host builds the rest of the graph; a GPU takes the graph as a whole."""
+    """Let the device compute ``arrays`` while the host builds the rest of the graph, where :func:`begins_early`."""
     import mlx.core as mx
 
-    if on_cpu():
+    if begins_early():
         mx.async_eval(*arrays)
 
 
@@ -139,20 +152,22 @@ def set_blas_threads(count: int) -> bool:
 
     The setting is the process's own: MLX computes on a thread of its stream's, which follows it at the next product.
     """
-    return _call_blas("MKL_Set_Num_Threads", "openblas_set_num_threads", count) is not None
+    function = _blas_function("MKL_Set_Num_Threads", "openblas_set_num_threads")
+    if function is not None:
+        function(count)
+    return function is not None
 
 
 def blas_threads() -> int | None:
     """The most threads of one matrix product; ``None`` where neither MKL nor OpenBLAS is loaded."""
-    return _call_blas("MKL_Get_Max_Threads", "openblas_get_num_threads")
+    function = _blas_function("MKL_Get_Max_Threads", "openblas_get_num_threads")
+    return None if function is None else int(function())
 
 
-def _call_blas(in_mkl: str, in_openblas: str, *arguments: int) -> int | None:
+@functools.cache
+def _blas_function(in_mkl: str, in_openblas: str) -> Callable[..., int] | None:
     loaded = ctypes.CDLL(None)
-    for name in (in_mkl, in_openblas):
-        if hasattr(loaded, name):
-            return int(getattr(loaded, name)(*arguments))
-    return None
+    return next((getattr(loaded, name) for name in (in_mkl, in_openblas) if hasattr(loaded, name)), None)
 
 
 blas = preload_blas()

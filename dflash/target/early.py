@@ -1,8 +1,8 @@
 """Hands each layer's output to a CPU while the next layer is being built.
 
 To build a pass takes Python time, in which a CPU would have nothing to do: MLX's CPU backend evaluates a graph only
-when it is complete, and ``async_eval`` lets the host continue only when fewer than 100 operations are left. A GPU takes
-a graph as a whole.
+when it is complete, and ``async_eval`` lets the host continue only when fewer than 100 operations are left. Where BLAS
+takes every core, the host would compete with it, and a GPU takes a graph as a whole: there nothing is handed over early.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..adapters.base import LayerCaller
-from ..backend import begin_early, on_cpu
+from ..backend import begin_early, begins_early
 
 
 class EarlyLayers:
@@ -26,6 +26,6 @@ class EarlyLayers:
         return output
 
 
-def early_on_cpu(caller: LayerCaller | None) -> LayerCaller | None:
-    """A caller that begins early, on a CPU; elsewhere ``caller`` as it is."""
-    return EarlyLayers(caller) if on_cpu() else caller
+def early_layers(caller: LayerCaller | None) -> LayerCaller | None:
+    """A caller that begins early, where that pays (:func:`~dflash.backend.begins_early`); elsewhere ``caller``."""
+    return EarlyLayers(caller) if begins_early() else caller

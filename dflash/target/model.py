@@ -17,7 +17,7 @@ from ..adapters.base import LayerCaller
 from ..adapters.registry import generic_does_not_fit
 from ..errors import GenerationError, IncompatibleModelsError
 from .caches import make_caches
-from .early import early_on_cpu
+from .early import early_layers
 from .rewind import TargetCache, check_trees
 from .trial import first_difference, passes, tree_difference
 
@@ -134,7 +134,7 @@ class LoadedTargetModel:
         elif isinstance(cache, TargetCache):
             recorder = cache.expect(tokens.shape[1], rewindable)
         if rewindable:
-            recorder = early_on_cpu(recorder)
+            recorder = early_layers(recorder)
         return self.adapter.forward(tokens, cache, layer_ids, recorder)
 
     def check_trees(self, cache: TargetCache) -> None:

@@ -40,9 +40,19 @@ def note_calls(layers: list[nn.Module], events: list[str], monkeypatch) -> None:
 
 
 def compute_on(cpu: bool, monkeypatch) -> None:
-    """Let the package take this machine's device for a CPU, or for none."""
+    """Let the package take this machine's device for a CPU with a core to spare, or for none."""
     for module in (backend, early):
-        monkeypatch.setattr(module, "on_cpu", lambda: cpu)
+        monkeypatch.setattr(module, "begins_early", lambda: cpu)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "threads", "early"), [(True, 1, True), (True, None, True), (True, 2, False), (False, 1, False)]
+)
+def test_a_cpu_begins_early_where_blas_leaves_the_host_a_core(cpu, threads, early, monkeypatch):
+    monkeypatch.setattr(backend, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(backend, "blas_threads", lambda: threads)
+    monkeypatch.setattr(backend.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    assert backend.begins_early() == early
 
 
 @pytest.mark.parametrize(
@@ -87,8 +97,8 @@ def test_the_caller_of_a_pass_makes_the_calls(cpu, events, monkeypatch):
 
     compute_on(cpu, monkeypatch)
     own = Caller()
-    caller = early.early_on_cpu(own)
-    assert (caller is own) == (early.early_on_cpu(None) is None) == (not cpu)
+    caller = early.early_layers(own)
+    assert (caller is own) == (early.early_layers(None) is None) == (not cpu)
     loaded.adapter.forward(mx.array([[3, 1, 4]]), loaded.make_cache(), (0,), caller)
     assert events == (["called", "given"] if cpu else ["called"]) * loaded.num_layers
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash.errors import IncompatibleModelsError
+from dflash.core.errors import IncompatibleModelsError
 
 DRAFTER_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 """What training asks of :attr:`TargetAdapter.config`, so that a new drafter has the target's sizes."""
@@ -146,7 +146,7 @@ class TargetAdapter:
         Features are the outputs of the layers ``layer_ids`` (0-based, after their residuals),
         concatenated in that order. ``recorder`` makes the calls of layers in place of the backbone.
 
-        Raises :class:`~dflash.errors.IncompatibleModelsError` if the backbone does not call a layer
+        Raises ``IncompatibleModelsError`` if the backbone does not call a layer
         whose output is asked for, or a layer's output is not one ``[B, L, E]`` array.
         """
         with self.tapped(layer_ids, recorder) as outputs:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash.errors import IncompatibleModelsError
+from dflash.core.errors import IncompatibleModelsError
 
 from .base import TargetAdapter
 from .calls import Pass, embedding_factors
@@ -23,7 +23,7 @@ ModulePath = tuple[tuple[str, nn.Module], ...]
 class GenericAdapter(TargetAdapter):
     """Backbone, embedding and head by structure.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` in the constructor if one is not found.
+    Raises ``IncompatibleModelsError`` in the constructor if one is not found.
     """
 
     guessed: ClassVar[bool] = True

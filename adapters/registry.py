@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import mlx.nn as nn
 
-from dflash.errors import IncompatibleModelsError
-from dflash.registry import Registry
+from dflash.core.errors import IncompatibleModelsError
+from dflash.core.registry import Registry
 
 from .base import TargetAdapter
 from .generic import GenericAdapter
@@ -34,7 +34,7 @@ def registered_adapters() -> dict[str, type[TargetAdapter]]:
 def adapter_for_model_type(model_type: str) -> type[TargetAdapter]:
     """The adapter class registered for ``model_type``.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` for an architecture without one.
+    Raises ``IncompatibleModelsError`` for an architecture without one.
     """
     found = ADAPTERS.find(model_type)
     if found is None:
@@ -48,7 +48,7 @@ def adapter_for_model_type(model_type: str) -> type[TargetAdapter]:
 def detect_model_architecture(model: nn.Module) -> str:
     """The ``model_type`` of a loaded mlx-lm model.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` if it has none.
+    Raises ``IncompatibleModelsError`` if it has none.
     """
     model_type = getattr(model, "model_type", None)
     if not isinstance(model_type, str):
@@ -61,8 +61,8 @@ def find_adapter(model: nn.Module) -> TargetAdapter:
 
     Whether a generic adapter found the right parts is not tried here: :class:`~dflash.LoadedTargetModel` does.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` if parts are not found, and
-    :class:`~dflash.errors.DFlashError` if the package that announces this ``model_type`` cannot be loaded.
+    Raises ``IncompatibleModelsError`` if parts are not found, and
+    ``DFlashError`` if the package that announces this ``model_type`` cannot be loaded.
     """
     model_type = detect_model_architecture(model)
     found = ADAPTERS.find(model_type)

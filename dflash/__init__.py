@@ -20,8 +20,8 @@ backend gets one line instead of a traceback.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import backend  # before anything imports MLX: it loads the fast BLAS
-from .errors import DFlashError as DFlashError
+from .core import backend
+from .core.errors import DFlashError as DFlashError
 
 if TYPE_CHECKING:
     from . import adapters as adapters
@@ -30,60 +30,60 @@ if TYPE_CHECKING:
     from . import training as training
     from .adapters import TargetAdapter as TargetAdapter
     from .adapters import register_adapter as register_adapter
-    from .drafters.checkpoint import load_drafter as load_drafter
-    from .drafters.checkpoint import save_drafter as save_drafter
-    from .drafters.config import DFlashConfig as DFlashConfig
+    from .decoding.profile import Profile as Profile
+    from .decoding.sampling import register_logits_processor as register_logits_processor
+    from .decoding.sampling import register_sampler as register_sampler
+    from .decoding.stream import DFlashResponse as DFlashResponse
+    from .decoding.trace import TraceFile as TraceFile
+    from .decoding.verify import Verified as Verified
+    from .decoding.verify import register_verify as register_verify
+    from .drafters.checkpoints.checkpoint import load_drafter as load_drafter
+    from .drafters.checkpoints.checkpoint import save_drafter as save_drafter
+    from .drafters.checkpoints.config import DFlashConfig as DFlashConfig
+    from .drafters.checkpoints.vocabularies import is_draft_model_compatible as is_draft_model_compatible
     from .drafters.dflash import DFlashDraftModel as DFlashDraftModel
     from .drafters.kinds import register_drafter as register_drafter
     from .drafters.protocol import Drafter as Drafter
     from .drafters.protocol import Proposal as Proposal
-    from .drafters.vocabularies import is_draft_model_compatible as is_draft_model_compatible
     from .generate import DFlashSpeculativeDecoder as DFlashSpeculativeDecoder
+    from .options import DecodeOptions as DecodeOptions
     from .policies.base import BlockRecord as BlockRecord
     from .policies.base import Drafts as Drafts
     from .policies.base import Policy as Policy
     from .policies.base import register_policy as register_policy
-    from .profile import Profile as Profile
-    from .prompt_cache import PromptCache as PromptCache
-    from .prompts import read_conversations as read_conversations
-    from .request import DecodeOptions as DecodeOptions
-    from .sampling import register_logits_processor as register_logits_processor
-    from .sampling import register_sampler as register_sampler
-    from .stream import DFlashResponse as DFlashResponse
+    from .prompts.conversations import read_conversations as read_conversations
+    from .prompts.prompt_cache import PromptCache as PromptCache
     from .target import LoadedTargetModel as LoadedTargetModel
     from .target import load_target as load_target
-    from .trace import TraceFile as TraceFile
-    from .verify import Verified as Verified
-    from .verify import register_verify as register_verify
 
 _MODULE_OF = {
     "BlockRecord": "policies.base",
-    "DFlashConfig": "drafters.config",
+    "DFlashConfig": "drafters.checkpoints.config",
     "DFlashDraftModel": "drafters.dflash",
-    "DFlashResponse": "stream",
+    "DFlashResponse": "decoding.stream",
     "DFlashSpeculativeDecoder": "generate",
-    "DecodeOptions": "request",
+    "DecodeOptions": "options",
     "Drafter": "drafters.protocol",
     "Drafts": "policies.base",
     "LoadedTargetModel": "target",
     "Policy": "policies.base",
-    "Profile": "profile",
-    "PromptCache": "prompt_cache",
+    "Profile": "decoding.profile",
+    "PromptCache": "prompts.prompt_cache",
     "Proposal": "drafters.protocol",
     "TargetAdapter": "adapters",
-    "TraceFile": "trace",
-    "Verified": "verify",
-    "is_draft_model_compatible": "drafters.vocabularies",
-    "load_drafter": "drafters.checkpoint",
+    "TraceFile": "decoding.trace",
+    "Verified": "decoding.verify",
+    "is_draft_model_compatible": "drafters.checkpoints.vocabularies",
+    "load_drafter": "drafters.checkpoints.checkpoint",
     "load_target": "target",
-    "read_conversations": "prompts",
+    "read_conversations": "prompts.conversations",
     "register_adapter": "adapters",
     "register_drafter": "drafters.kinds",
-    "register_logits_processor": "sampling",
+    "register_logits_processor": "decoding.sampling",
     "register_policy": "policies.base",
-    "register_sampler": "sampling",
-    "register_verify": "verify",
-    "save_drafter": "drafters.checkpoint",
+    "register_sampler": "decoding.sampling",
+    "register_verify": "decoding.verify",
+    "save_drafter": "drafters.checkpoints.checkpoint",
 }
 
 _SUBPACKAGES = ("adapters", "bench", "study", "training")

@@ -7,11 +7,11 @@ is made, loaded or used.
 from dataclasses import dataclass
 from pathlib import Path
 
+from .core.errors import CheckpointError, IncompatibleModelsError
+from .core.files import is_hub_name, read_json, resolve_checkpoint
 from .drafters.combined import PREFIX as COMBINED
 from .drafters.mtp import NAME as MTP
 from .drafters.ngram import NAME as NGRAM
-from .errors import CheckpointError, IncompatibleModelsError
-from .files import is_hub_name, read_json, resolve_checkpoint
 from .target import LoadedTargetModel, load_target
 from .target.identity import norm_fingerprint, target_fingerprint
 from .target.load import BUNDLED
@@ -37,7 +37,7 @@ class BundledDrafter:
 def find_drafter(target: LoadedTargetModel) -> BundledDrafter | None:
     """The drafter that was made for ``target``, at whatever precision it was loaded; ``None`` where there is none.
 
-    Raises :class:`~dflash.errors.CheckpointError` for a damaged index.
+    Raises ``CheckpointError`` for a damaged index.
     """
     fingerprint = norm_fingerprint(target)
     entry = None if fingerprint is None else read_json(INDEX).get(fingerprint)
@@ -53,7 +53,7 @@ def heldout_for(target: LoadedTargetModel) -> Path:
 def drafter_folder(target: LoadedTargetModel) -> Path:
     """The folder of the drafter that was made for ``target``.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` where the package has none.
+    Raises ``IncompatibleModelsError`` where the package has none.
     """
     found = find_drafter(target)
     if found is None:
@@ -68,8 +68,8 @@ def drafter_folder(target: LoadedTargetModel) -> Path:
 def target_for(drafter: str | Path) -> LoadedTargetModel:
     """The bundled target, for a ``drafter`` that was trained for it, as its config says, or that needs no training.
 
-    Raises :class:`~dflash.errors.CheckpointError` if there is no such folder, and
-    :class:`~dflash.errors.IncompatibleModelsError` for any other drafter.
+    Raises ``CheckpointError`` if there is no such folder, and
+    ``IncompatibleModelsError`` for any other drafter.
     """
     name = str(drafter).removeprefix(COMBINED)
     if name == NGRAM:

@@ -18,26 +18,26 @@ import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
-from .block import Decoding
 from .bundled import drafter_folder, target_for
-from .decode import decode, feed, prefill
-from .drafters.checkpoint import load_drafter
+from .core.errors import GenerationError, IncompatibleModelsError
+from .core.values import require_count
+from .decoding.block import Decoding
+from .decoding.loop import decode, feed, prefill
+from .decoding.stream import DFlashResponse, Step, first_block, responses, through_stop
+from .decoding.text import TextStream
+from .decoding.trace import TokenTexts, inspect, recording
+from .drafters.checkpoints.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
 from .drafters.tree import TreeDrafter
-from .errors import GenerationError, IncompatibleModelsError
+from .options import DecodeOptions, decode_options
 from .policies.base import Policy
 from .policies.threads import threads_for
-from .prompt_cache import PromptCache
-from .request import DecodeOptions, decode_options
-from .stream import DFlashResponse, Step, first_block, responses, through_stop
+from .prompts.prompt_cache import PromptCache
+from .prompts.tokens import Prompt, prompt_tokens, token_row
 from .target import LoadedTargetModel, TargetCache, load_target
 from .target.load import BUNDLED
 from .target.load import PAIR as PAIR
-from .text import TextStream
-from .tokens import Prompt, prompt_tokens, token_row
-from .trace import TokenTexts, inspect, recording
-from .values import require_count
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +58,13 @@ class DFlashSpeculativeDecoder:
             lowered to the drafter's own, with a warning.
         max_seq_length: Longest prompt plus generation in tokens; the model's own limit holds as well.
         adapter: The target's adapter; found by ``model_type`` when ``None``.
-        options: Defaults for every request: fields of :class:`~dflash.request.DecodeOptions`.
+        options: Defaults for every request: fields of :class:`~dflash.options.DecodeOptions`.
 
     :attr:`threads` says how many BLAS threads it chose on a CPU, and why
     (:class:`~dflash.policies.threads.DecodeThreads`); :attr:`clock` is the time that policies see, in seconds.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` if drafter and target do not fit, or the
-    target's caches cannot be rewound exactly, and :class:`~dflash.errors.GenerationError` for impossible sizes
+    Raises ``IncompatibleModelsError`` if drafter and target do not fit, or the
+    target's caches cannot be rewound exactly, and ``GenerationError`` for impossible sizes
     and options.
     """
 
@@ -124,7 +124,7 @@ class DFlashSpeculativeDecoder:
         training.
         ``trust_remote_code`` lets the target's checkpoint run the Python code that it brings with it. ``draft_bits``
         quantises the drafter, and ``draft_window`` limits the context that it sees (:func:`~dflash.load_drafter`).
-        ``options`` go to the constructor. Raises :class:`~dflash.errors.DFlashError` on bad checkpoints, for a
+        ``options`` go to the constructor. Raises ``DFlashError`` on bad checkpoints, for a
         ``target`` alone for which no drafter is bundled, and for a ``drafter`` alone of another target.
         """
         own = ("tokenizer", "block_size", "max_seq_length", "adapter")
@@ -190,10 +190,10 @@ class DFlashSpeculativeDecoder:
             chat: ``False`` takes a text as it stands, without the chat template.
             system: A system prompt, put before the prompt.
             chat_template_config: Switches of the chat template, such as ``{"enable_thinking": False}``.
-            options: Any other field of :class:`~dflash.request.DecodeOptions`: ``top_p``, ``top_k``, ``seed``,
+            options: Any other field of :class:`~dflash.options.DecodeOptions`: ``top_p``, ``top_k``, ``seed``,
                 ``sampler``, ``logits_processors``, ``verify``, ``kv_bits``, ...
 
-        Raises :class:`~dflash.errors.GenerationError` at once for a prompt or an option that cannot be served,
+        Raises ``GenerationError`` at once for a prompt or an option that cannot be served,
         and for a prompt that with an explicit ``max_tokens`` is longer than ``max_seq_length`` or the model's
         own limit.
         """
@@ -259,7 +259,7 @@ class DFlashSpeculativeDecoder:
     def make_prompt_cache(self, **options: Any) -> PromptCache:
         """A new, empty prompt cache, for ``prompt_cache=`` of requests; ``options`` as the decoder's own.
 
-        Raises :class:`~dflash.errors.GenerationError` for cache options that do not fit the model.
+        Raises ``GenerationError`` for cache options that do not fit the model.
         """
         return PromptCache(self.loaded_target, self.draft_model, **self._request_options(options).cache_options)
 

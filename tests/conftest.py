@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import dflash  # (before any `import mlx`: loads the fast BLAS)
-from dflash.backend import blas_threads, set_blas_threads
+from dflash.core.backend import blas_threads, set_blas_threads
 
 # The first example of a shape pays for building a model, so examples have no even duration.
 _SLOW_START = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -30,7 +30,7 @@ from support.models import (
 )
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
-from dflash.errors import GenerationError, IncompatibleModelsError
+from dflash.core.errors import GenerationError, IncompatibleModelsError
 from dflash.generate import PAIR
 
 PROMPT = [65, 66]

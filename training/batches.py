@@ -8,7 +8,7 @@ import logging
 import mlx.core as mx
 import numpy as np
 
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
 
 from .data.sequences import Ints, Sequences, pad_batch, plan_batches
 from .drafters.targets import select_anchors
@@ -29,7 +29,7 @@ def trainable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
     """The sequences that can be trained on, and their numbers among all.
 
     Those of more than ``max_length`` tokens and those without an anchor are left out, with a logged count.
-    Raises :class:`~dflash.errors.TrainingError` if none is left.
+    Raises ``TrainingError`` if none is left.
     """
     if not len(sequences):
         raise TrainingError("The dataset holds no sequences. Prepare one with more prompts.")

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash import DFlashConfig, DFlashDraftModel
-from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads
-from dflash.cpu_math import softmax
-from dflash.progress import progress
+from dflash.core.backend import keep_freed_memory, on_cpu, set_blas_threads
+from dflash.core.cpu_math import softmax
+from dflash.core.progress import progress
 
 from .drafters.attention import block_attention
 from .drafters.forward import BlockAttention

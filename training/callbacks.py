@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.registry import Registry
+from dflash.core.registry import Registry
 
 from .loop.run import OnLog
 
@@ -46,7 +46,7 @@ def register_callback(name: str) -> Callable[[Callback], Callback]:
 def listeners(names: Sequence[str], run: RunInfo, on_log: OnLog | None) -> list[OnLog]:
     """The callbacks of a recipe, ready for their run, and ``on_log``; by default lines are printed.
 
-    Nothing is printed where the log already shows them. Raises :class:`~dflash.errors.DFlashError` for an unknown name.
+    Nothing is printed where the log already shows them. Raises ``DFlashError`` for an unknown name.
     """
     made = [CALLBACKS.get(name)(run) for name in names]
     if on_log is not None:

@@ -15,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash.core.errors import TrainingError
 from dflash.drafters.protocol import Drafter
-from dflash.errors import TrainingError
 
 from .batches import Batches
 from .data.sequences import Ints, Sequences
@@ -151,7 +151,7 @@ def heldout_scores(
 def heldout_prompts(sequences: Sequences, count: int, longest: int | None = None) -> list[list[int]]:
     """The token ids before the response in the first ``count`` sequences that have a request and a response.
 
-    Requests of more than ``longest`` tokens are passed over. Raises :class:`~dflash.errors.TrainingError` if none is
+    Requests of more than ``longest`` tokens are passed over. Raises ``TrainingError`` if none is
     left.
     """
     prompts: list[list[int]] = []

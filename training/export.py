@@ -11,10 +11,10 @@ import mlx.core as mx
 import yaml
 
 from dflash import DFlashConfig, save_drafter
+from dflash.core.errors import CheckpointError, DFlashError, TrainingError, one_line
+from dflash.core.files import atomic_write, is_hub_name, read_arrays, read_json, write_arrays
+from dflash.drafters.checkpoints.tensors import reduced_vocabulary, vocabulary_tables
 from dflash.drafters.kinds import drafter_class, kind_in
-from dflash.drafters.tensors import reduced_vocabulary, vocabulary_tables
-from dflash.errors import CheckpointError, DFlashError, TrainingError, one_line
-from dflash.files import atomic_write, is_hub_name, read_arrays, read_json, write_arrays
 from dflash.target.load import BUNDLED
 
 from .drafters.init import SHAPE
@@ -69,7 +69,7 @@ def export(
 
     The best checkpoint by heldout acceptance, or the last. ``target_name`` is what the card calls the target, by
     default the hub name that it was loaded by; ``name`` is the drafter's own hub name, if it will have one. Raises
-    :class:`~dflash.errors.CheckpointError` if ``run`` is no run folder or has no such checkpoint, or ``folder``
+    ``CheckpointError`` if ``run`` is no run folder or has no such checkpoint, or ``folder``
     holds something else than a drafter, and ``OSError`` if the disk does not take it.
     """
     require_only_a_drafter(folder)
@@ -92,7 +92,7 @@ def export(
 def write_vocabulary(run: Path, token_ids: mx.array, vocab_size: int) -> None:
     """Record in the run folder ``run`` which of the target's tokens its drafter knows.
 
-    Raises :class:`~dflash.errors.TrainingError` if other tokens are recorded there.
+    Raises ``TrainingError`` if other tokens are recorded there.
     """
     path, tables = run / VOCABULARY, vocabulary_tables(token_ids, vocab_size)
     if path.exists() and not mx.array_equal(read_arrays(path)[0]["d2t"], tables["d2t"]).item():
@@ -110,7 +110,7 @@ def _read_vocabulary(run: Path, config: DFlashConfig) -> mx.array:
 
 
 def require_only_a_drafter(folder: Path) -> None:
-    """Raise :class:`~dflash.errors.CheckpointError` if a drafter in ``folder`` would stand among other files."""
+    """Raise ``CheckpointError`` if a drafter in ``folder`` would stand among other files."""
     others = sorted(path.name for path in folder.glob("[!.]*") if path.name not in EXPORTED)
     if others:
         raise CheckpointError(
@@ -185,7 +185,7 @@ def _measured(run: dict[str, Any], results: dict[str, Any] | None) -> str:
 def push(folder: Path, repository: str) -> str:
     """Upload a drafter's folder to the hub as ``repository`` (``org/name``); returns its address.
 
-    Raises :class:`~dflash.errors.DFlashError` in one line if the hub refuses.
+    Raises ``DFlashError`` in one line if the hub refuses.
     """
     from huggingface_hub import HfApi
 

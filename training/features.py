@@ -26,9 +26,9 @@ import mlx.core as mx
 import numpy as np
 
 from dflash import LoadedTargetModel
-from dflash.errors import CheckpointError, DataError, one_line
-from dflash.files import atomic_write, read_json, remove_unfinished, write_json
-from dflash.progress import progress
+from dflash.core.errors import CheckpointError, DataError, one_line
+from dflash.core.files import atomic_write, read_json, remove_unfinished, write_json
+from dflash.core.progress import progress
 
 from .batches import Batches, Blocks, trainable
 from .data.dataset import MANIFEST, dataset_fingerprint, read_manifest, shard_sizes
@@ -72,7 +72,7 @@ def write_features(
     """Compute what ``wanted`` (of :func:`describe`) says into ``folder``, or what a killed process left to do.
 
     A folder that was begun with more (other layers too, hidden states, longer sequences) keeps that, and is finished.
-    The size is logged before it starts. Raises :class:`~dflash.errors.DataError` if ``folder`` holds other
+    The size is logged before it starts. Raises ``DataError`` if ``folder`` holds other
     features or the disk has not enough room, and ``OSError`` if it cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def _computed(
 
 
 def _require_room(folder: Path, tokens: int, missing: int, arrays: dict[str, Any]) -> None:
-    """Log the size, and raise :class:`~dflash.errors.DataError` unless what is missing has room."""
+    """Log the size, and raise ``DataError`` unless what is missing has room."""
     each, free = _bytes_per_token(arrays), shutil.disk_usage(folder).free
     values = " and ".join(f"{array['width']} {array['dtype']} {name}" for name, array in arrays.items())
     logger.info(
@@ -189,7 +189,7 @@ def _stream_safetensors(path: Path, header: dict[str, tuple[str, tuple[int, int]
 
 
 def require_features(folder: Path) -> None:
-    """Raise :class:`~dflash.errors.DataError` if ``folder`` holds no cache, finished or not."""
+    """Raise ``DataError`` if ``folder`` holds no cache, finished or not."""
     if not (folder / MANIFEST).exists():
         raise DataError(f"{folder} holds no features. Run 'dflash cache-features' with this recipe first.")
 
@@ -197,7 +197,7 @@ def require_features(folder: Path) -> None:
 class CachedFeatures:
     """The finished cache in ``folder``; of its arrays and layers those that ``wanted`` (of :func:`describe`) has.
 
-    Raises :class:`~dflash.errors.DataError` if it holds other features, is unfinished or is not there.
+    Raises ``DataError`` if it holds other features, is unfinished or is not there.
     """
 
     def __init__(self, folder: Path, wanted: dict[str, Any]):
@@ -213,7 +213,7 @@ class CachedFeatures:
         """Each array ``[N, S, ..]`` of the sequences ``numbers``, with zeros after the shorter ones.
 
         Files are opened anew for every batch: their arrays are read when used, and would then be kept.
-        Raises :class:`~dflash.errors.DataError` for a damaged file.
+        Raises ``DataError`` for a damaged file.
         """
         shards = np.searchsorted(self._ends, numbers, side="right").tolist()
         try:

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import TrainingError
-from dflash.files import read_json, remove_unfinished, write_json
+from dflash.core.errors import TrainingError
+from dflash.core.files import read_json, remove_unfinished, write_json
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
@@ -27,7 +27,7 @@ def differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, A
 
 
 def require_same(folder: Path, before: Any, now: Any, may_change: Collection[str] = ()) -> None:
-    """Raise :class:`~dflash.errors.TrainingError` naming the first thing that differs and may not.
+    """Raise ``TrainingError`` naming the first thing that differs and may not.
 
     ``may_change`` names keys, with all that is nested in them.
     """
@@ -42,7 +42,7 @@ def require_same(folder: Path, before: Any, now: Any, may_change: Collection[str
 def check_same_run(path: Path, identity: dict[str, Any], may_change: Collection[str] = ()) -> None:
     """Write ``identity`` to ``path``, or find that what is there differs in nothing but ``may_change``.
 
-    Raises :class:`~dflash.errors.TrainingError` if the folder belongs to something else.
+    Raises ``TrainingError`` if the folder belongs to something else.
     """
     if path.exists():
         require_same(path.parent, read_json(path), identity, may_change)

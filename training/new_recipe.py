@@ -17,10 +17,11 @@ import mlx.nn as nn
 import yaml
 
 from dflash import DFlashConfig, LoadedTargetModel, load_target
-from dflash.drafters.config import spread_layer_ids
-from dflash.errors import TrainingError
-from dflash.files import flat
+from dflash.core.errors import TrainingError
+from dflash.core.files import flat
+from dflash.drafters.checkpoints.config import spread_layer_ids
 
+from ..core.settings import settings_help, to_dict, with_overrides
 from .batches import Batches
 from .data.dataset import open_dataset
 from .data.mask_token import unused_tokens
@@ -31,7 +32,6 @@ from .loop.clock import duration
 from .memory import machine_memory, training_memory
 from .quick_layers import forward_hidden
 from .recipe import DataSettings, DrafterShape, Recipe, RunSettings
-from .settings import settings_help, to_dict, with_overrides
 from .train import drafter_dtype
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ def propose_recipe(
     ``overrides`` are settings such as ``"drafter.num_hidden_layers=2"``, which win over what would be proposed; the
     rest is proposed to go with them. ``trust_remote_code`` is as in :func:`~dflash.load_target`.
 
-    Raises :class:`~dflash.errors.DFlashError` for a target or dataset that cannot be used, and
-    :class:`~dflash.training.settings.SettingsError` for an override that cannot be.
+    Raises ``DFlashError`` for a target or dataset that cannot be used, and
+    :class:`~dflash.core.settings.SettingsError` for an override that cannot be.
     """
     loaded = load_target(target, trust_remote_code)
     sequences = None if data is None else open_dataset(data, "train", loaded)

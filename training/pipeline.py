@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash import LoadedTargetModel, load_target
-from dflash.errors import DataError
-from dflash.files import atomic_write
-from dflash.prompts import read_conversations
+from dflash.core.errors import DataError
+from dflash.core.files import atomic_write
+from dflash.prompts.conversations import read_conversations
 
 from .data.dataset import MANIFEST
 from .data.plan import PrepareSettings
@@ -72,8 +72,8 @@ class Pipeline:
     def run(self) -> Path:
         """Carry out what is left; returns the folder of the finished drafter.
 
-        Raises :class:`~dflash.errors.DataError` for a folder of something else or of another target, and what the
-        stages raise, :class:`~dflash.errors.DFlashError` and ``OSError``.
+        Raises ``DataError`` for a folder of something else or of another target, and what the
+        stages raise, ``DFlashError`` and ``OSError``.
         """
         self._require_own_folder()
         if (self.folder / DRAFTER / "model.safetensors").exists():

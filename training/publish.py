@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash import bundled, load_drafter, load_target, save_drafter
-from dflash.errors import DFlashError, IncompatibleModelsError
-from dflash.files import read_json, write_json
+from dflash.core.errors import DFlashError, IncompatibleModelsError
+from dflash.core.files import read_json, write_json
 from dflash.target.identity import norm_fingerprint, target_fingerprint
 
 
@@ -24,7 +24,7 @@ def publish(folder: Path, target: Path, name: str, bits: int | None = None) -> N
     Written anew without ``target_fingerprint``, since one drafter serves every quantisation of its target; its weights
     in bfloat16, or in ``bits`` bits. An older entry of the folder is replaced.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` if the drafter was trained for another target, or the target
+    Raises ``IncompatibleModelsError`` if the drafter was trained for another target, or the target
     cannot be told from others, and ``OSError`` where the folder cannot be written to.
     """
     loaded, model = load_target(target), load_drafter(folder, bits)

@@ -19,8 +19,8 @@ from einops import rearrange
 from mlx_lm.models import llama, qwen2, qwen3
 
 from dflash import LoadedTargetModel
-from dflash.backend import on_cpu
-from dflash.cpu_math import softmax, swiglu
+from dflash.core.backend import on_cpu
+from dflash.core.cpu_math import softmax, swiglu
 
 FAMILIES = (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock)
 """Layers with two norms, a gated MLP, and norms of queries and keys or none."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import dflash
 
+from ..core.settings import Checked, SettingsError, load_settings, load_values, require, setting
 from .drafters.objectives import ObjectiveSettings
 from .loop.optimizer import AdamWSettings, MuonSettings
 from .loop.settings import LoopSettings
-from .settings import Checked, SettingsError, load_settings, load_values, require, setting
 
 MOST_POSITIONS = 512
 """Greatest block size: published drafters have 16 positions, and a block is one batch row of the drafter."""
@@ -133,7 +133,7 @@ class Recipe(Checked):
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe, or a bundled one by its name; ``overrides`` are settings such as ``"run.steps=100"``.
 
-    Raises :class:`~dflash.training.settings.SettingsError`, naming file and key.
+    Raises :class:`~dflash.core.settings.SettingsError`, naming file and key.
     """
     known = bundled_recipes()
     if not Path(path).exists() and str(path) in known:

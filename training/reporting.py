@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
 
-from dflash.errors import DFlashError
+from dflash.core.errors import DFlashError
 
 from .callbacks import Callback, RunInfo, register_callback
 from .loop.run import OnLog

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import CheckpointError
-from dflash.files import read_json
+from dflash.core.errors import CheckpointError
+from dflash.core.files import read_json
 
+from ..core.settings import with_defaults
 from .identity import differences
 from .loop.run_folder import RECIPE, STATE, read_log, read_progress
 from .recipe import Recipe
-from .settings import with_defaults
 
 _OF_THE_FOLDER = ("target", "run.folder", "data.folder", "data.cached_features")
 """Settings that differ without the run being another."""
@@ -56,7 +56,7 @@ class RunSummary:
 def compare_runs(folders: Sequence[Path]) -> list[RunSummary]:
     """The runs in ``folders``, in their order.
 
-    Raises :class:`~dflash.errors.CheckpointError` for a folder that holds no run.
+    Raises ``CheckpointError`` for a folder that holds no run.
     """
     recipes = [recorded_recipe(folder) for folder in folders]
     varying = {
@@ -71,7 +71,7 @@ def compare_runs(folders: Sequence[Path]) -> list[RunSummary]:
 def recorded_recipe(folder: Path) -> dict[str, Any]:
     """The recipe of the run in ``folder`` as plain data; settings that are newer than the run have their defaults.
 
-    Raises :class:`~dflash.errors.CheckpointError`, saying what is there, if ``folder`` holds no run.
+    Raises ``CheckpointError``, saying what is there, if ``folder`` holds no run.
     """
     recipe = read_json(folder / RECIPE).get("recipe") if (folder / RECIPE).is_file() else None
     if not isinstance(recipe, dict):

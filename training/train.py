@@ -22,13 +22,14 @@ import numpy as np
 
 from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
-from dflash.backend import keep_freed_memory, on_cpu, set_blas_threads, wait_for_this_thread
+from dflash.core.backend import keep_freed_memory, on_cpu, set_blas_threads, wait_for_this_thread
+from dflash.core.errors import TrainingError, one_line
+from dflash.core.files import exclusive_lock, read_json, remove_unfinished, write_json
+from dflash.core.progress import progress
 from dflash.drafters.kinds import config_of
 from dflash.drafters.protocol import Drafter
-from dflash.errors import TrainingError, one_line
-from dflash.files import exclusive_lock, read_json, remove_unfinished, write_json
-from dflash.progress import progress
 
+from ..core.settings import to_dict
 from . import reporting as _registers_its_callbacks  # noqa: F401
 from .batches import Batches
 from .callbacks import CALLBACKS, RunInfo, listeners
@@ -56,7 +57,6 @@ from .loop.run_folder import BEFORE_DECAY, BEST, LOG, RECIPE, STATE
 from .loop.settings import FitSettings, LoopSettings
 from .recipe import Recipe
 from .runs import recorded_recipe
-from .settings import to_dict
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def train(recipe: Recipe, on_log: OnLog | None = None, *, trust_remote_code: boo
     ``on_log`` gets every line of the log as a dict; without it they are printed, unless logging shows them.
     ``trust_remote_code`` is as in :func:`~dflash.load_target`: no recipe can set it.
 
-    Raises :class:`~dflash.errors.DFlashError` for bad data, a run folder of another recipe or process or one that
+    Raises ``DFlashError`` for bad data, a run folder of another recipe or process or one that
     cannot be written to, or a loss that blows up, ``OSError`` for a full disk, and ``KeyboardInterrupt`` after Ctrl-C,
     once the step is saved.
     """
@@ -270,7 +270,7 @@ def cache_features(recipe: Recipe, *, trust_remote_code: bool = False) -> Path:
 
     ``trust_remote_code`` is as in :func:`train`.
 
-    Raises :class:`~dflash.errors.DFlashError` if the recipe names no folder or one that cannot be written to, for bad
+    Raises ``DFlashError`` if the recipe names no folder or one that cannot be written to, for bad
     data, for a folder of other features or that another process is writing to, and for a disk without room.
     """
     folder = recipe.data.cached_features
@@ -298,7 +298,7 @@ def _batches_needed(recipe: Recipe) -> int | None:
 def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel) -> FitSettings:
     """The loop's settings; epochs become steps, of which the last may lack a few batches and is left out.
 
-    Raises :class:`~dflash.errors.TrainingError` if there are fewer batches than one step takes, or the target's
+    Raises ``TrainingError`` if there are fewer batches than one step takes, or the target's
     head cannot run in several threads.
     """
     run = recipe.run

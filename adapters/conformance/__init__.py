@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from dflash.errors import DFlashError, IncompatibleModelsError, one_line
+from dflash.core.errors import DFlashError, IncompatibleModelsError, one_line
 from dflash.target import LoadedTargetModel
 from dflash.target.rewind import describe
 from dflash.target.trial import run
@@ -39,7 +39,7 @@ def check(
         show: Whether the rounds show their progress.
         cache_options: As in :meth:`~dflash.LoadedTargetModel.make_cache` (``max_kv_size``, ``kv_bits``).
 
-    Raises :class:`~dflash.errors.DFlashError` for fewer than one round. What is wrong with the target is not
+    Raises ``DFlashError`` for fewer than one round. What is wrong with the target is not
     raised but reported.
     """
     if rounds < 1:

@@ -13,11 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash.adapters.base import DRAFTER_SIZES
-from dflash.block import Decoding
-from dflash.decode import decode, prefill
+from dflash.core.errors import IncompatibleModelsError, one_line
+from dflash.decoding.block import Decoding
+from dflash.decoding.loop import decode, prefill
 from dflash.drafters.protocol import Drafter, Proposal
 from dflash.drafters.tree import TreeDrafter
-from dflash.errors import IncompatibleModelsError, one_line
 from dflash.target import LoadedTargetModel
 from dflash.target.compare import Mismatch, assert_close, assert_same_caches, named_arrays
 from dflash.target.trial import BLOCK, LENGTH, TRIAL, Trial

@@ -12,8 +12,8 @@ import mlx.core as mx
 from rich.table import Table
 from rich.text import Text
 
-from dflash.errors import DFlashError
-from dflash.progress import progress
+from dflash.core.errors import DFlashError
+from dflash.core.progress import progress
 from dflash.target import LoadedTargetModel
 from dflash.target.compare import named_arrays
 
@@ -88,7 +88,7 @@ def measure(blocks: int = 40) -> list[Cost]:
 
     The least of each is taken: other work on the machine only ever adds time.
 
-    Raises :class:`~dflash.errors.DFlashError` for fewer than one block.
+    Raises ``DFlashError`` for fewer than one block.
     """
     if blocks < 1:
         raise DFlashError(f"blocks must be at least 1, got {blocks}.")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import DFlashError, one_line
+from ..core.errors import DFlashError, one_line
 from . import adapters, bench, data, decode, evaluate, fit, imports, prompt_cache, quantize, report, study, training
 
 LONGEST_ERROR = 2000  # characters
@@ -101,8 +101,8 @@ def dflash(
     Without --target and --drafter every command uses the bundled models; with
     --target alone, the bundled drafter for that target.
     """
-    from .. import backend
-    from ..registry import load_plugin
+    from ..core import backend
+    from ..core.registry import load_plugin
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that lacks a character shows its code

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import DFlashError, did_you_mean
+from ..core.errors import DFlashError, did_you_mean
 from . import options, terminal
 
 if TYPE_CHECKING:

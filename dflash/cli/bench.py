@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DFlashError, one_line
+from ..core.errors import DFlashError, one_line
 from . import loading, options, terminal
 from .requests import Form, Requests, that_fit
 
 if TYPE_CHECKING:
-    from ..bench import PromptResult
-    from ..bench.report import Report
     from ..drafters.protocol import Drafter
+    from ..evaluation import PromptResult
+    from ..evaluation.report import Report
     from ..generate import DFlashSpeculativeDecoder
     from ..target import LoadedTargetModel
 
@@ -72,7 +72,7 @@ def bench(
     dflash bench --target T --drafter mine --prompts q.jsonl --template "{question}"
     """
     asked = dict(locals())
-    from ..bench import HELDOUT
+    from ..evaluation import HELDOUT
 
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
@@ -107,7 +107,7 @@ class _Comparison:
         max_tokens: int | None,
         seed: int,
     ):
-        from .. import bench as b
+        from .. import evaluation as b
 
         if len(decoders) == 1:
             decoders = {b.DFLASH: next(iter(decoders.values()))}
@@ -129,8 +129,8 @@ class _Comparison:
 
     def carry_out(self, runs: int) -> None:
         """Answer every prompt; Ctrl-C and prompts on which a side fails leave the results of the others."""
-        from ..bench import compare
-        from ..progress import progress
+        from ..core.progress import progress
+        from ..evaluation import compare
 
         def failed(error: DFlashError) -> None:
             self.failures.append(str(error))
@@ -158,7 +158,7 @@ class _Comparison:
 
     def show(self, settings: dict[str, Any], as_json: bool) -> None:
         """Print the report; raises what ends the command where something is wrong."""
-        from ..bench.report import render_several, several_dict
+        from ..evaluation.report import render_several, several_dict
 
         reports = self._reports(settings)
         only = next(iter(reports.values())) if len(reports) == 1 else None
@@ -181,10 +181,10 @@ class _Comparison:
             raise typer.Exit(1)
 
     def _reports(self, settings: dict[str, Any]) -> dict[str, "Report"]:
-        from ..bench import judge
-        from ..bench.report import Report
-        from ..bench.speedup import limit_of
-        from ..environment import environment
+        from ..core.environment import environment
+        from ..evaluation import judge
+        from ..evaluation.report import Report
+        from ..evaluation.speedup import limit_of
 
         about = {
             "environment": environment(self.threads),
@@ -219,9 +219,9 @@ def doctor(
     dflash doctor --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16
     """
     from .. import bundled
-    from ..bench.doctor import machine_report, target_report
-    from ..bench.drafter_report import drafter_report
     from ..drafters import load_drafter
+    from ..evaluation.doctor import machine_report, target_report
+    from ..evaluation.drafter_report import drafter_report
     from ..target import load_target
 
     terminal.print_pairs(machine_report())
@@ -246,7 +246,7 @@ def _print_costs(target: "LoadedTargetModel", drafter: "Drafter") -> None:
     """What blocks cost, from which acceptance on they pay, and what the default policy would choose."""
     from rich.table import Table
 
-    from ..bench.doctor import RATES, costs, costs_report
+    from ..evaluation.doctor import RATES, costs, costs_report
     from ..generate import DFlashSpeculativeDecoder
 
     speedups = (f"speed-up at {rate}" for rate in RATES)

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..trace import Record, shown_pieces
+from ..decoding.trace import Record, shown_pieces
 
 if TYPE_CHECKING:
-    from ..profile import Profile
+    from ..decoding.profile import Profile
 
 # Underlined, in italics and struck through, so that they differ without colours too.
 ACCEPTED, OWN, PLAIN, REJECTED = "black on green", "underline black on cyan", "italic", "strike red"

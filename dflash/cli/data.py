@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from ..errors import DataError
+from ..core.errors import DataError
 from .options import (
     Chat,
     Limit,
@@ -140,7 +140,7 @@ def prepare(
     dflash prepare prompts.jsonl data --target Qwen/Qwen3-4B --temp 0.7
     dflash prepare openai/gsm8k data --subset main --template "{question}"
     """
-    from ..prompts import read_conversations
+    from ..prompts.conversations import read_conversations
     from ..training.data.prepare import PrepareSettings
 
     switches = json_object(chat_template_config, "--chat-template-config")
@@ -170,7 +170,7 @@ def _one_folder(argument: Path | None, option: Path | None) -> Path:
 
 
 def _load(target: str | None, trust_remote_code: bool) -> Any:
-    from ..backend import keep_freed_memory
+    from ..core.backend import keep_freed_memory
     from ..generate import PAIR
     from ..target import load_target
 

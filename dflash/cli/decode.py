@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DFlashError
+from ..core.errors import DFlashError
 from . import loading, options, terminal
 from .requests import Form, Requests
 
 if TYPE_CHECKING:
-    from ..bench import PromptResult
-    from ..stream import DFlashResponse
+    from ..decoding.stream import DFlashResponse
+    from ..evaluation import PromptResult
 
 app = typer.Typer()
 
@@ -85,7 +85,7 @@ def generate(
     dflash generate "Who is the thief?" --prompt-cache-file book.safetensors
     dflash generate "What is 7 * 8?" --show-rejected --profile --trace it.jsonl
     """
-    from ..trace import TraceFile, together
+    from ..decoding.trace import TraceFile, together
     from .blocks import ColouredText, print_profile
 
     if as_json and (show_blocks or show_rejected):
@@ -188,9 +188,9 @@ def demo(
     dflash demo --target smollm2
     dflash demo "Write a function that keeps the even numbers and returns the largest."
     """
-    from .. import bench as b
-    from ..bench import demo as d
+    from .. import evaluation as b
     from ..bundled import heldout_for
+    from ..evaluation import demo as d
 
     text = None if prompt is None else terminal.prompt_text(prompt)
     decoder = loading.load_decoder(target, drafter, trust_remote_code=trust_remote_code)
@@ -214,7 +214,7 @@ def demo(
 
 
 def _print_demo(result: "PromptResult", verdicts: tuple[bool, bool] | None) -> None:
-    from .. import bench as b
+    from .. import evaluation as b
 
     rates = {
         b.PLAIN: b.spread([r.tps for r in result.plain if r.tps]),

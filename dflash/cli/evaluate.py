@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DFlashError
+from ..core.errors import DFlashError
 from . import loading, options, terminal
 from .requests import Form, Requests, that_fit
 
 if TYPE_CHECKING:
-    from ..bench import BenchPrompt
+    from ..evaluation import BenchPrompt
     from ..training.evaluate import Acceptance
 
 app = typer.Typer()
@@ -78,8 +78,8 @@ def evaluate(
     dflash eval DRAFTER --target T --suite gsm8k --suite mt-bench=FILE.jsonl --limit 80
     """
     asked = {name: value for name, value in locals().items() if name != "as_json"}
-    from ..bench.acceptance import measure_turns
-    from ..trace import TraceFile
+    from ..decoding.trace import TraceFile
+    from ..evaluation.acceptance import measure_turns
 
     form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
     penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
@@ -106,7 +106,7 @@ def evaluate(
 
 
 def _requests(prompts: str | None, suites: list[str] | None, template: str | None, limit: int | None) -> Requests:
-    from ..bench import HELDOUT
+    from ..evaluation import HELDOUT
 
     if not suites:
         return Requests.read(prompts or HELDOUT, template=template, limit=limit)
@@ -120,7 +120,7 @@ def _parts(
     each: "Iterator[tuple[int, Acceptance]]", prompts: "list[BenchPrompt]", block_size: int
 ) -> tuple[list["Acceptance"], bool]:
     """Counts of each prompt that was answered, all its turns together, and whether Ctrl-C came before the last."""
-    from ..progress import progress
+    from ..core.progress import progress
     from ..training.evaluate import total
 
     answers = sum(1 + (len(p.conversation.later) if p.conversation else 0) for p in prompts)
@@ -138,8 +138,8 @@ def _parts(
 def _show(
     parts: list["Acceptance"], kinds: list[str | None], block_size: int, about: dict[str, Any], as_json: bool
 ) -> None:
-    from ..bench.acceptance import acceptance_results, render_acceptance
-    from ..environment import environment
+    from ..core.environment import environment
+    from ..evaluation.acceptance import acceptance_results, render_acceptance
 
     results = acceptance_results(parts, kinds, block_size)
     if not results["blocks"]:

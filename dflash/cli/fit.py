@@ -54,7 +54,7 @@ def fit(
     """
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    from ..backend import keep_freed_memory
+    from ..core.backend import keep_freed_memory
     from ..training.data.plan import PrepareSettings
     from ..training.data.self_prompts import PromptSettings
     from ..training.pipeline import Pipeline

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DFlashError
+from ..core.errors import DFlashError
 
 if TYPE_CHECKING:
     from ..generate import DFlashSpeculativeDecoder
@@ -20,7 +20,7 @@ def drafter_name(name: str, target: "LoadedTargetModel | None" = None) -> str:
     """What :func:`~dflash.load_drafter` takes: ``bundled``, after ``ngram+`` too, is the bundled drafter's folder.
 
     It is the drafter for ``target``, or without one the drafter for the bundled target. Raises
-    :class:`~dflash.errors.IncompatibleModelsError` where there is none for ``target``.
+    ``IncompatibleModelsError`` where there is none for ``target``.
     """
     from ..bundled import drafter_folder
     from ..generate import PAIR
@@ -57,7 +57,7 @@ def load_decoders(
     """A decoder for each drafter, by its name; they share the target. Without names, the bundled models.
 
     No drafter is the same as ``bundled``, the bundled one for the target. No target is the bundled one, if a drafter
-    is bundled or needs no training, or the first was trained for it. Raises :class:`~dflash.errors.DFlashError`
+    is bundled or needs no training, or the first was trained for it. Raises ``DFlashError``
     otherwise, and for a name given twice.
     """
     from ..bundled import target_for

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import DataError, DFlashError
+from ..core.errors import DataError, DFlashError
 
 MAX_TOKENS = 512
 LARGEST_SEED = 2**64 - 1
@@ -268,9 +268,9 @@ class Sampling:
     def for_plain(self) -> dict[str, Any]:
         """The same for plain mlx_lm: a sampler and logits processors.
 
-        Raises :class:`~dflash.errors.GenerationError` for what cannot be, which needs no model.
+        Raises ``GenerationError`` for what cannot be, which needs no model.
         """
-        from ..request import decode_options
+        from ..options import decode_options
 
         checked = decode_options({"temp": self.temp} | self.for_dflash())
         return {"sampler": checked.build_sampler(), "logits_processors": checked.build_processors() or None}
@@ -278,13 +278,13 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether both sides must write the same tokens."""
-        from ..request import GREEDY_BELOW
+        from ..options import GREEDY_BELOW
 
         return self.temp < GREEDY_BELOW and self.sampler is None
 
 
 def penalties(repetition: float, presence: float, frequency: float, logit_bias: str | None) -> dict[str, Any]:
-    """What is done to the logits before a token is drawn. Raises :class:`~dflash.errors.DFlashError` for a bad bias."""
+    """What is done to the logits before a token is drawn. Raises ``DFlashError`` for a bad bias."""
     bias = json_object(logit_bias, "--logit-bias", '{"7": -100}')
     unknown = next((token for token in bias if not token.isdecimal()), None)
     if unknown is not None:
@@ -306,7 +306,7 @@ def caching(
 
 
 def json_object(text: str | None, option: str, example: str = '{"enable_thinking": false}') -> dict[str, Any]:
-    """A JSON object given on the command line. Raises :class:`~dflash.errors.DataError` for anything else."""
+    """A JSON object given on the command line. Raises ``DataError`` for anything else."""
     try:
         value = json.loads(text or "{}")
     except json.JSONDecodeError as error:

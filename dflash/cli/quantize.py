@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 from . import options
 
 app = typer.Typer()
@@ -41,9 +41,9 @@ def quantize(
 
     dflash quantize runs/one/drafter drafter-mxfp4 --mode mxfp4 --leave-out fc
     """
-    from ..drafters.checkpoint import load_drafter, save_drafter
-    from ..drafters.quantized import quantize_drafter, usual
-    from ..files import flat
+    from ..core.files import flat
+    from ..drafters.checkpoints.checkpoint import load_drafter, save_drafter
+    from ..drafters.checkpoints.quantized import quantize_drafter, usual
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not an empty folder; choose a new one.")

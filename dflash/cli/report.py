@@ -35,9 +35,9 @@ def report(
     dflash eval mine --trace mine.jsonl && dflash eval theirs --trace theirs.jsonl
     dflash report mine.jsonl theirs.jsonl -o both.html
     """
-    from ..files import atomic_write
-    from ..study.report import report as page
-    from ..study.traces import read_traces
+    from ..core.files import atomic_write
+    from ..evaluation.trace_report import report as page
+    from ..evaluation.traces import read_traces
 
     html = page(read_traces(*traces), texts)
     atomic_write(output, lambda file: file.write_text(html, encoding="utf-8"))

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DataError, DFlashError, GenerationError
+from ..core.errors import DataError, DFlashError, GenerationError
 
 if TYPE_CHECKING:
-    from ..bench import BenchPrompt
-    from ..prompts import Conversation
+    from ..evaluation import BenchPrompt
+    from ..prompts.conversations import Conversation
     from ..target import LoadedTargetModel
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ class Form:
     system: str | None = None
 
     def tokens(self, prompt: str | list[dict[str, str]], target: "LoadedTargetModel") -> list[int]:
-        """Token ids of a text or of messages. Raises :class:`~dflash.errors.GenerationError` where they have none."""
-        from ..tokens import prompt_tokens
+        """Token ids of a text or of messages. Raises ``GenerationError`` where they have none."""
+        from ..prompts.tokens import prompt_tokens
 
         return prompt_tokens(
             target, prompt, chat=self.chat, system=self.system, chat_template_config=self.switches or None
@@ -42,8 +42,8 @@ class Form:
         return partial(replace(self, system=None).tokens, target=target)
 
     def continuation(self, text: str, target: "LoadedTargetModel") -> list[int]:
-        """Token ids that go on within a cached message. Raises :class:`~dflash.errors.GenerationError` as above."""
-        from ..tokens import continuation_tokens
+        """Token ids that go on within a cached message. Raises ``GenerationError`` as above."""
+        from ..prompts.tokens import continuation_tokens
 
         if self.system is not None:
             raise GenerationError("The system prompt belongs to the beginning: give --system to dflash cache-prompt.")
@@ -60,7 +60,7 @@ class Requests:
     @classmethod
     def read(cls, source: str | Path, *, template: str | None = None, limit: int | None = None) -> "Requests":
         """The first ``limit`` conversations of a JSONL file or a hub dataset; ``template`` makes their prompts."""
-        from ..prompts import read_conversations
+        from ..prompts.conversations import read_conversations
 
         if limit is not None and limit < 1:
             raise DFlashError(f"--limit must be at least 1, got {limit}.")
@@ -69,14 +69,14 @@ class Requests:
     @classmethod
     def of_suites(cls, names: list[str], limit: int | None = None) -> "Requests":
         """The first ``limit`` prompts of each of the suites ``NAME`` or ``NAME=FILE.jsonl``, or of ``all``."""
-        from ..bench.suites import named_suites
+        from ..evaluation.suites import named_suites
 
         read = [suite.read(file, limit) for suite, file in named_suites(names)]
         return cls([conversation for suite in read for conversation in suite], ", ".join(names))
 
     def identity(self) -> dict[str, Any]:
         """Plain data by which to tell prompts from others: their source, number and hash."""
-        from ..prompts import digest
+        from ..prompts.conversations import digest
 
         path = Path(self.source)
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else digest(self.conversations)
@@ -85,9 +85,9 @@ class Requests:
     def encode(self, target: "LoadedTargetModel", form: Form) -> list["BenchPrompt"]:
         """Each conversation up to the response that is wanted, as token ids.
 
-        Raises :class:`~dflash.errors.DataError`, naming the line, where the target cannot take one.
+        Raises ``DataError``, naming the line, where the target cannot take one.
         """
-        from ..bench import BenchPrompt
+        from ..evaluation import BenchPrompt
 
         prompts, in_messages = [], form.in_messages(target)
         for conversation in self.conversations:
@@ -116,7 +116,7 @@ def that_fit(
 ) -> tuple[list["BenchPrompt"], list[str]]:
     """The prompts that leave room for ``max_tokens`` tokens, and one sentence on each that does not.
 
-    Raises :class:`~dflash.errors.DFlashError` if none does.
+    Raises ``DFlashError`` if none does.
     """
     fitting, left_out = [], []
     for prompt, conversation in zip(prompts, requests.conversations, strict=True):

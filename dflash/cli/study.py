@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ..errors import DFlashError, install_extra
+from ..core.errors import DFlashError, install_extra
 from .options import TrustRemoteCode, in_a_folder
 from .terminal import print_rich
 from .training import loss_mark, print_settings, runs_table, table

@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import Any
 
-from ..errors import DFlashError
+from ..core.errors import DFlashError
 
 
 def prompt_text(prompt: str, keep_ends: bool = False) -> str:
@@ -29,9 +29,9 @@ def show(text: str) -> None:
 
 
 def show_progress() -> None:
-    """Let the log lines of :func:`~dflash.progress.progress` through to stderr, and no other information."""
+    """Let the log lines of :func:`~dflash.core.progress.progress` through to stderr, and no other information."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("dflash.progress").setLevel(logging.INFO)
+    logging.getLogger("dflash.core.progress").setLevel(logging.INFO)
 
 
 def print_pairs(pairs: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ..errors import DFlashError, did_you_mean
+from ..core.errors import DFlashError, did_you_mean
 from .options import TrustRemoteCode, not_empty
 from .terminal import print_rich
 
@@ -203,7 +203,7 @@ def export(
 
 def print_settings(what: str, cls: type) -> None:
     """The settings of a dataclass with their defaults and meanings, as the end of a command's help."""
-    from ..training.settings import settings_help
+    from ..core.settings import settings_help
 
     rows = [(line.key, line.default or "(to be given)", line.meaning) for line in settings_help(cls)]
     print(f" {what}, their defaults and meanings:\n")

@@ -16,11 +16,11 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache
 
-from ..errors import IncompatibleModelsError
+from ..core.errors import IncompatibleModelsError
 from ..target import LoadedTargetModel
 from ..target.rewind import TargetCache
+from .checkpoints.vocabularies import special_token_differences, vocabulary_difference
 from .protocol import Proposal
-from .vocabularies import special_token_differences, vocabulary_difference
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class AutoregressiveDrafter:
     def bind(self, target: LoadedTargetModel) -> None:
         """Compare the vocabularies and special tokens.
 
-        Raises :class:`~dflash.errors.IncompatibleModelsError`, naming the first token that means another text to the
+        Raises ``IncompatibleModelsError``, naming the first token that means another text to the
         draft model, or that it has no embedding for. Where the models only end an answer by different tokens, or the
         draft model does not know a token's text, drafts are worse near it; that is a warning.
         """

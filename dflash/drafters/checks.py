@@ -8,16 +8,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import GenerationError, IncompatibleModelsError
-from ..trees import depths_of_rows
-from ..values import short
+from ..core.errors import GenerationError, IncompatibleModelsError
+from ..core.trees import depths_of_rows
+from ..core.values import short
 from .protocol import Proposal
 
 _PARTS = ("block_size", "target_layer_ids", "bind", "make_cache", "extend_context", "propose")
 
 
 def check_drafter(drafter: Any) -> None:
-    """Raise :class:`~dflash.errors.IncompatibleModelsError`, naming what lacks, if ``drafter`` is no ``Drafter``."""
+    """Raise ``IncompatibleModelsError``, naming what lacks, if ``drafter`` is no ``Drafter``."""
     if isinstance(drafter, str | Path):
         raise IncompatibleModelsError(
             f"Expected a drafter, got the name {str(drafter)!r}; load it first: load_drafter({str(drafter)!r})."
@@ -37,7 +37,7 @@ def check_drafter(drafter: Any) -> None:
 def proposed_tokens(drafter: Any, proposal: Any, length: int) -> mx.array:
     """The tokens ``[1, n]`` of a proposal, ``0 <= n <= length``, as int64; their values are not looked at.
 
-    A tree may have more, but none of its paths. Raises :class:`~dflash.errors.GenerationError` for anything else.
+    A tree may have more, but none of its paths. Raises ``GenerationError`` for anything else.
     """
     name = type(drafter).__name__
     if not isinstance(proposal, Proposal):
@@ -64,7 +64,7 @@ def _check_tree(name: str, parents: list[int], count: int, length: int) -> None:
 
 
 def check_drafted(drafter: Any, drafted: list[int], vocab_size: int) -> None:
-    """Raise :class:`~dflash.errors.GenerationError` if an id in ``drafted`` is none of the target's."""
+    """Raise ``GenerationError`` if an id in ``drafted`` is none of the target's."""
     wrong = next((token for token in drafted if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise GenerationError(

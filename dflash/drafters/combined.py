@@ -20,7 +20,7 @@ from .ngram import WAKING, NgramCache
 from .protocol import Drafter, Proposal
 
 if TYPE_CHECKING:
-    from ..sampling import DrawingSampler
+    from ..decoding.sampling import DrawingSampler
     from ..target import LoadedTargetModel
 
 MODEL = "model"

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from einops import rearrange
 
-from .config import DFlashConfig
+from .checkpoints.config import DFlashConfig
 from .dflash import DFlashDraftModel
 from .kinds import register_drafter
 from .layers import Attention, DraftLayer

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..backend import begin_early
-from ..errors import GenerationError, IncompatibleModelsError
+from ..core.backend import begin_early
+from ..core.errors import GenerationError, IncompatibleModelsError
 from ..target.identity import target_fingerprint
-from .config import DFlashConfig
+from .checkpoints.config import DFlashConfig
 from .context import ContextCache, LayerContext
 from .kinds import register_drafter
 from .layers import Attend, DraftLayer, block_mask
@@ -75,7 +75,7 @@ class DFlashDraftModel(Trainable, nn.Module):
     def bind(self, target: "LoadedTargetModel") -> None:
         """Share the embedding and head of ``target``; warn if it is not the one that the drafter was trained for.
 
-        Raises :class:`~dflash.errors.IncompatibleModelsError` where hidden size, vocabulary or number of
+        Raises ``IncompatibleModelsError`` where hidden size, vocabulary or number of
         layers differ from what the drafter was trained for.
         """
         for what, mine, theirs in (
@@ -188,7 +188,7 @@ class DFlashDraftModel(Trainable, nn.Module):
 
         Memory and time of a draft then stop growing with the text. Drafts change where a drafter would have looked
         further back, the text never. Sliding layers keep their own windows. Raises
-        :class:`~dflash.errors.GenerationError` unless it is one token at least.
+        ``GenerationError`` unless it is one token at least.
         """
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise GenerationError(f"The drafter's window must be a whole number of at least 1, got {tokens!r}.")
@@ -224,7 +224,7 @@ class DFlashDraftModel(Trainable, nn.Module):
     def draft_hidden(self, anchor: mx.array, length: int, cache: ContextCache) -> mx.array:
         """Final hidden states ``[1, length, E]`` at the block positions that predict the tokens after ``anchor``.
 
-        Raises :class:`~dflash.errors.GenerationError` unless a block holds so many drafts.
+        Raises ``GenerationError`` unless a block holds so many drafts.
         """
         if not 1 <= length < self.block_size:
             raise GenerationError(

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import CheckpointError
-from .config import DFlashConfig, require_positive
+from ..core.errors import CheckpointError
+from .checkpoints.config import DFlashConfig, require_positive
 from .context import ContextCache
 from .dflash import DFlashDraftModel
 from .kinds import register_drafter
@@ -27,7 +27,7 @@ from .protocol import Proposal
 from .trainable import Predictions
 
 if TYPE_CHECKING:
-    from ..sampling import DrawingSampler
+    from ..decoding.sampling import DrawingSampler
 
 Kernel = Sequence[mx.array]
 """The coefficients ``[B, L, E]`` of each tap: of the row itself, of the one before it, and so on."""

@@ -17,9 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..cpu_math import softmax
-from ..errors import CheckpointError
-from .config import DFlashConfig
+from ..core.cpu_math import softmax
+from ..core.errors import CheckpointError
+from .checkpoints.config import DFlashConfig
 from .context import ContextCache
 from .dflash import DFlashDraftModel
 from .kinds import register_drafter
@@ -28,7 +28,7 @@ from .protocol import Proposal
 from .trainable import Predictions
 
 if TYPE_CHECKING:
-    from ..sampling import DrawingSampler
+    from ..decoding.sampling import DrawingSampler
     from ..target import LoadedTargetModel
 
 Choose = Callable[[mx.array], tuple[mx.array, mx.array | None]]

@@ -6,9 +6,9 @@ Knows how a ``config.json`` names its kind. Must not know weights, targets or ho
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ..errors import CheckpointError
-from ..registry import Registry
-from .formats import signs
+from ..core.errors import CheckpointError
+from ..core.registry import Registry
+from .checkpoints.formats import signs
 
 T = TypeVar("T", bound=type)
 
@@ -26,10 +26,10 @@ def register_drafter(kind: str) -> Callable[[T], T]:
 
     The class is a subclass of :class:`~dflash.drafters.dflash.DFlashDraftModel`, or an ``mlx.nn.Module`` that follows
     :class:`~dflash.drafters.protocol.Drafter`, is made from its config alone, and has two attributes: ``config`` and,
-    on the class, ``config_class``. That is :class:`~dflash.drafters.config.DFlashConfig`, or a frozen dataclass
+    on the class, ``config_class``. That is :class:`~dflash.DFlashConfig`, or a frozen dataclass
     derived from it whose further fields (with defaults) are the kind's own options in ``config.json``. Where published
     files of the kind name it in their own way, a class method ``recognises(signs) -> bool`` says so
-    (:func:`~dflash.drafters.formats.signs`).
+    (:func:`~dflash.drafters.checkpoints.formats.signs`).
 
     A package announces its kinds under the entry-point group ``dflash.drafters``. Raises ``TypeError`` unless
     ``kind`` is a name.
@@ -38,14 +38,14 @@ def register_drafter(kind: str) -> Callable[[T], T]:
 
 
 def drafter_class(kind: str) -> type[Any]:
-    """The class that is registered as ``kind``. Raises :class:`~dflash.errors.DFlashError` where none is."""
+    """The class that is registered as ``kind``. Raises ``DFlashError`` where none is."""
     return drafters.get(kind)
 
 
 def kind_of(model: object) -> str:
     """The name under which the class of ``model`` is registered.
 
-    Raises :class:`~dflash.errors.CheckpointError` for a class that nothing could load again.
+    Raises ``CheckpointError`` for a class that nothing could load again.
     """
     found = [name for name, known in drafters.all().items() if known is type(model)]
     if not found:
@@ -59,7 +59,7 @@ def kind_of(model: object) -> str:
 def config_of(model: Any) -> dict[str, Any]:
     """``config.json`` of ``model``: its config, and its kind unless that is the published one.
 
-    Raises :class:`~dflash.errors.CheckpointError` as :func:`kind_of` does.
+    Raises ``CheckpointError`` as :func:`kind_of` does.
     """
     kind, config = kind_of(model), model.config.to_dict()
     return config if kind == DEFAULT else config | {KIND: kind, "architectures": [type(model).__name__]}
@@ -70,7 +70,7 @@ def kind_in(config: Mapping[str, Any]) -> str:
 
     What names none is of the first kind that recognises it by its keys, else of the kind ``"dflash"``.
 
-    Raises :class:`~dflash.errors.CheckpointError` if ``drafter_kind`` names one that is not registered.
+    Raises ``CheckpointError`` if ``drafter_kind`` names one that is not registered.
     """
     known = drafters.all()
     explicit = config.get(KIND)

@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from einops import rearrange
 
-from ..cpu_math import swiglu
-from .config import DFlashConfig
+from ..core.cpu_math import swiglu
+from .checkpoints.config import DFlashConfig
 from .rope import build_rope
 
 Attend = Callable[[mx.array, mx.array, mx.array], mx.array]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import CheckpointError, did_you_mean
+from ..core.errors import CheckpointError, did_you_mean
 
 
 class MarkovHead(nn.Module):
@@ -91,7 +91,7 @@ MARKOV_HEADS: dict[str, type[MarkovHead]] = {
 
 
 def markov_head_class(name: str) -> type[MarkovHead]:
-    """The head of that name. Raises :class:`~dflash.errors.CheckpointError` where there is none."""
+    """The head of that name. Raises ``CheckpointError`` where there is none."""
     if name not in MARKOV_HEADS:
         raise CheckpointError(f"markov_head_type {name!r} is not supported; {did_you_mean(name, MARKOV_HEADS)}")
     return MARKOV_HEADS[name]

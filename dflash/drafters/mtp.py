@@ -19,15 +19,15 @@ import numpy as np
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from ..backend import to_compute_dtype
-from ..errors import CheckpointError, IncompatibleModelsError
-from ..files import flat, read_json, read_safetensors
+from ..core.backend import to_compute_dtype
+from ..core.errors import CheckpointError, IncompatibleModelsError
+from ..core.files import flat, read_json, read_safetensors
+from .checkpoints.quantized import quantize_like
+from .checkpoints.tensors import Weights, check_weights
 from .protocol import Proposal
-from .quantized import quantize_like
-from .tensors import Weights, check_weights
 
 if TYPE_CHECKING:
-    from ..sampling import DrawingSampler
+    from ..decoding.sampling import DrawingSampler
     from ..target import LoadedTargetModel
 
 NAME = "mtp"
@@ -89,8 +89,8 @@ class MTPDrafter:
     def bind(self, target: "LoadedTargetModel") -> None:
         """Read the layer from the target's files.
 
-        Raises :class:`~dflash.errors.IncompatibleModelsError` for a target without such a layer or one that was not
-        loaded from files, and :class:`~dflash.errors.CheckpointError` for weights that do not fit.
+        Raises ``IncompatibleModelsError`` for a target without such a layer or one that was not
+        loaded from files, and ``CheckpointError`` for weights that do not fit.
         """
         if target.folder is None:
             raise IncompatibleModelsError(
@@ -173,8 +173,8 @@ def _together(rows: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array
 def read_mtp_layer(target: "LoadedTargetModel", folder: Path) -> MTPLayer:
     """The layer ``mtp.*`` in the files of ``target``, in MLX's form.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` if there is none, or the target has no full-attention layer
-    of a known kind, and :class:`~dflash.errors.CheckpointError` for weights that do not fit.
+    Raises ``IncompatibleModelsError`` if there is none, or the target has no full-attention layer
+    of a known kind, and ``CheckpointError`` for weights that do not fit.
     """
     config, stored = read_json(folder / "config.json"), read_safetensors(folder)
     weights = {name.partition(_PREFIX)[2]: w for name, w in stored.items() if f".{_PREFIX}" in f".{name}"}

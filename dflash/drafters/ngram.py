@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
-from ..errors import GenerationError
+from ..core.errors import GenerationError
 from .protocol import Proposal
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class NgramDrafter:
         block_size: Most positions per block, the anchor included.
         sizes: Tokens that must agree for a place to be looked at, the anchor included; longer ones are looked up first.
 
-    Raises :class:`~dflash.errors.GenerationError` for sizes below 1.
+    Raises ``GenerationError`` for sizes below 1.
     """
 
     target_layer_ids: tuple[int, ...] = ()

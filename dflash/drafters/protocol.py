@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from ..cpu_math import logsumexp
-from ..trees import chain
+from ..core.cpu_math import logsumexp
+from ..core.trees import chain
 
 if TYPE_CHECKING:
-    from ..sampling import DrawingSampler
+    from ..decoding.sampling import DrawingSampler
     from ..target import LoadedTargetModel
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import CheckpointError, did_you_mean
+from ..core.errors import CheckpointError, did_you_mean
 
 Parameters = Mapping[str, Any]
 """One ``rope_parameters`` of a config: ``rope_type`` (or ``type``), ``rope_theta`` and what the type needs."""
@@ -34,7 +34,7 @@ def build_rope(head_dim: int, parameters: Parameters, max_positions: int, tradit
         max_positions: Stands for an ``original_max_position_embeddings`` that is not given.
         traditional: Pairs are neighbours instead of halves (``rope_is_neox_style: false``).
 
-    Raises :class:`~dflash.errors.CheckpointError` for an unknown recipe, or one that lacks a number.
+    Raises ``CheckpointError`` for an unknown recipe, or one that lacks a number.
     """
     kind = rope_type(parameters)
     if kind not in _RECIPES:

@@ -1,7 +1,7 @@
 """A drafter that proposes a tree in place of a chain: the likeliest paths through another drafter's block.
 
 ``tree=N`` of a request. The other drafter drafts its block as ever; of the likeliest tokens of each position the
-best-first tree of ``N`` drafts is grown (:mod:`dflash.trees`) and verified in one pass of the target. Where a drafter
+best-first tree of ``N`` drafts is grown (``core/trees.py``) and verified in one pass of the target. Where a drafter
 drafts left to right, as one with a selector or a Markov head, its probabilities are those of the path that it took:
 branches get them too, which costs acceptance and changes no text. A drafter without logits, such as an n-gram one,
 keeps its chain.
@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..trees import best_first
+from ..core.trees import best_first
 from .protocol import Drafter, Proposal
 
 WIDTH = 16

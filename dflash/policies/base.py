@@ -6,7 +6,7 @@ It sees times, counts and probabilities, never tokens: it decides how fast the t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..registry import Registry
+from ..core.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from .. import backend
+from ..core import backend
 
 if TYPE_CHECKING:
     from ..target import LoadedTargetModel

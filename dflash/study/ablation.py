@@ -15,15 +15,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..bench.runs import Side, dflash_side, plain_side, time_side
-from ..drafters.checkpoint import load_drafter
-from ..environment import environment
-from ..errors import DFlashError, one_line
-from ..files import atomic_write, exclusive_lock, remove_unfinished, write_json
+from ..core.environment import environment
+from ..core.errors import DFlashError, one_line
+from ..core.files import atomic_write, exclusive_lock, remove_unfinished, write_json
+from ..core.progress import progress
+from ..drafters.checkpoints.checkpoint import load_drafter
+from ..evaluation.runs import Side, dflash_side, plain_side, time_side
 from ..generate import DFlashSpeculativeDecoder
+from ..options import decode_options
 from ..policies.threads import DecodeThreads, threads_for
-from ..progress import progress
-from ..request import decode_options
 from ..target import load_target
 from ..training.loop.run_folder import read_log
 from ..training.recipe import Recipe
@@ -45,7 +45,7 @@ def ablate(study: Study, only: list[str] | None = None, *, trust_remote_code: bo
 
     ``trust_remote_code`` is as in :func:`~dflash.load_target`: no study can set it.
 
-    Raises :class:`~dflash.errors.DFlashError` for what cannot be trained or decoded or a folder that another process
+    Raises ``DFlashError`` for what cannot be trained or decoded or a folder that another process
     is using, and ``KeyboardInterrupt`` after Ctrl-C, once what is under way can be continued.
     """
     plan = open_plan(study, only, trust_remote_code)  # refuses what cannot be before there is a folder
@@ -56,7 +56,7 @@ def ablate(study: Study, only: list[str] | None = None, *, trust_remote_code: bo
 
 
 def open_plan(study: Study, only: list[str] | None = None, trust_remote_code: bool = False) -> Plan:
-    """The study's plan, with its target loaded. Raises :class:`~dflash.errors.DFlashError`."""
+    """The study's plan, with its target loaded. Raises ``DFlashError``."""
     return Plan(study, load_target(target_of(study), trust_remote_code), only or ())
 
 

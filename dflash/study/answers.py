@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.runs import Run
-from ..errors import CheckpointError
-from ..files import atomic_write, read_json, remove_unfinished
+from ..core.errors import CheckpointError
+from ..core.files import atomic_write, read_json, remove_unfinished
+from ..evaluation.runs import Run
 
 FOLDER = "answers"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one prompt's decoding brought: a :class:`~dflash.bench.Run` as it is kept.
+    """What one prompt's decoding brought: a :class:`~dflash.evaluation.Run` as it is kept.
 
     ``at`` names the process that measured it: speeds of one are comparable, those of another day less so.
     """

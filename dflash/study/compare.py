@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..drafters.checkpoint import load_drafter
-from ..errors import DFlashError
-from ..progress import progress
+from ..core.errors import DFlashError
+from ..core.progress import progress
+from ..drafters.checkpoints.checkpoint import load_drafter
+from ..evaluation.bootstrap import Floats, Interval, bootstrap, ratio_of_sums
 from ..target import LoadedTargetModel, load_target
 from ..training.data.dataset import open_dataset, read_manifest
 from ..training.evaluate import Acceptance, heldout_prompts, measure
@@ -21,7 +22,6 @@ from ..training.export import export
 from ..training.loop.run_folder import BEST, read_log
 from ..training.runs import RunSummary, compare_runs, recorded_recipe
 from ..training.train import FINISHED
-from .bootstrap import Floats, Interval, bootstrap, ratio_of_sums
 from .settings import PromptSet
 
 CURVES = ("loss", "heldout_loss", "acceptance_length")
@@ -61,7 +61,7 @@ def compare(
     Each run's best drafter, or its last where none was evaluated, decodes the same prompts in turns with the others:
     ``prompts``, or the heldout ones of the first run's dataset, at most ``limit``.
 
-    Raises :class:`~dflash.errors.DFlashError` for folders that hold no run, and runs of different targets.
+    Raises ``DFlashError`` for folders that hold no run, and runs of different targets.
     """
     summaries = compare_runs(folders)
     curves = [learning_curves(folder) for folder in folders]

@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from ..errors import install_extra
-from ..files import atomic_write, remove_unfinished
-from ..training.settings import to_dict
+from ..core.errors import install_extra
+from ..core.files import atomic_write, remove_unfinished
+from ..core.settings import to_dict
 from .plan import Plan
 from .results import CellAnswers, collect, effects, sessions_of
 

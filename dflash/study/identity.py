@@ -14,16 +14,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..core.files import resolve_checkpoint
+from ..core.settings import key_of, to_dict
 from ..drafters.kinds import drafter_class
 from ..drafters.mtp import NAME as MTP
 from ..drafters.ngram import NAME as NGRAM
-from ..files import resolve_checkpoint
 from ..generate import PAIR
 from ..target import LoadedTargetModel
 from ..training.data.dataset import dataset_fingerprint, open_dataset, read_manifest
 from ..training.drafters.init import drafter_config, new_drafter
 from ..training.recipe import DataSettings, Recipe
-from ..training.settings import key_of, to_dict
 from .settings import BUNDLED, Cell
 
 VERSION = 1
@@ -38,7 +38,7 @@ _NOT_OF_THE_WEIGHTS = {
 def training_key(recipe: Recipe, target: str) -> str:
     """Of the drafter that ``recipe`` trains for the target of fingerprint ``target``.
 
-    Raises :class:`~dflash.errors.DFlashError` for a dataset or drafter that cannot be read.
+    Raises ``DFlashError`` for a dataset or drafter that cannot be read.
     """
     values = _given(recipe) | {"target": target}
     for section, names in _NOT_OF_THE_WEIGHTS.items():
@@ -63,7 +63,7 @@ class FeaturesRead(NamedTuple):
 def features_read(recipe: Recipe, target: LoadedTargetModel) -> FeaturesRead:
     """What the training of ``recipe`` reads of ``target``.
 
-    Raises :class:`~dflash.errors.DFlashError` for a drafter that cannot be made for it or read.
+    Raises ``DFlashError`` for a drafter that cannot be made for it or read.
     """
     shape = recipe.drafter
     if shape.from_ is not None:

@@ -14,18 +14,18 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..drafters.checkpoint import load_drafter
+from ..core.errors import DataError, DFlashError, GenerationError, did_you_mean, one_line
+from ..core.files import read_json
+from ..core.settings import SettingsError
+from ..drafters.checkpoints.checkpoint import load_drafter
 from ..drafters.combined import PREFIX as COMBINED
-from ..errors import DataError, DFlashError, GenerationError, did_you_mean, one_line
-from ..files import read_json
 from ..generate import PAIR
-from ..prompts import read_conversations
-from ..request import decode_options
+from ..options import decode_options
+from ..prompts.conversations import read_conversations
+from ..prompts.tokens import prompt_tokens
 from ..target import LoadedTargetModel
 from ..target.identity import target_fingerprint
-from ..tokens import prompt_tokens
 from ..training.recipe import Recipe
-from ..training.settings import SettingsError
 from .answers import Answers
 from .identity import (
     FeaturesRead,
@@ -75,7 +75,7 @@ class PlannedCell:
 class Plan:
     """Every cell of ``study`` with its keys, all prompts, and what is done.
 
-    ``only`` are names of cells; the others are left out. Raises :class:`~dflash.errors.DFlashError` for prompts,
+    ``only`` are names of cells; the others are left out. Raises ``DFlashError`` for prompts,
     datasets or drafters that cannot be read, settings that target or drafter cannot be decoded with, two levels that
     are the same cell, and an unknown cell.
     """
@@ -173,7 +173,7 @@ def _planned(cell: Cell, target: str) -> PlannedCell:
 
 
 def check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
-    """Raise :class:`~dflash.training.settings.SettingsError` for settings that target or drafter cannot decode with."""
+    """Raise :class:`~dflash.core.settings.SettingsError` for settings that target or drafter cannot decode with."""
     own_block_size = lru_cache(_own_block_size)
     for cell in cells:
         asked, who = decode_options(cell.options), cell.drafter
@@ -207,7 +207,7 @@ def drafter_source(name: str) -> str | Path:
 
 
 def _check_different(cells: Sequence[PlannedCell], target: str) -> None:
-    """Raise :class:`~dflash.training.settings.SettingsError` if two combinations of levels are decoded alike."""
+    """Raise :class:`~dflash.core.settings.SettingsError` if two combinations of levels are decoded alike."""
     known: dict[tuple[str, int], Cell] = {}
     for planned in cells:
         cell = planned.cell
@@ -221,7 +221,7 @@ def _check_different(cells: Sequence[PlannedCell], target: str) -> None:
 
 
 def encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[StudyPrompt]:
-    """The prompts of a set. Raises :class:`~dflash.errors.DataError` where the target cannot take one."""
+    """The prompts of a set. Raises ``DataError`` where the target cannot take one."""
     source = HELDOUT if chosen.file == BUNDLED else chosen.file
     prompts = []
     for conversation in read_conversations(source, template=chosen.template, limit=chosen.limit):

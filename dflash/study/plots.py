@@ -15,8 +15,8 @@ import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from ..files import atomic_write, remove_unfinished
-from .bootstrap import Floats, bootstrap
+from ..core.files import atomic_write, remove_unfinished
+from ..evaluation.bootstrap import Floats, bootstrap
 from .results import CellAnswers, matched
 
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#57534e")

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ..evaluation.bootstrap import Floats, Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
 from .answers import Answer
-from .bootstrap import Floats, Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
 from .plan import Plan, PlannedCell
 
 FEWEST_PROMPTS = 5

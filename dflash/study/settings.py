@@ -16,12 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import DFlashError, did_you_mean
-from ..generate import PAIR
-from ..request import GREEDY_BELOW, DecodeOptions, decode_options
-from ..target.load import BUNDLED
-from ..training.recipe import Recipe, bundled_recipes
-from ..training.settings import (
+from ..core.errors import DFlashError, did_you_mean
+from ..core.settings import (
     Checked,
     SettingsError,
     from_dict,
@@ -31,7 +27,11 @@ from ..training.settings import (
     setting,
     settings_help,
 )
-from ..values import require_count
+from ..core.values import require_count
+from ..generate import PAIR
+from ..options import GREEDY_BELOW, DecodeOptions, decode_options
+from ..target.load import BUNDLED
+from ..training.recipe import Recipe, bundled_recipes
 
 TRAINED = "trained"
 MAX_TOKENS = 256
@@ -60,7 +60,7 @@ class PromptSet(Checked):
 class Study(Checked):
     """A grid of cells over settings of decoding and of training, on the same prompts.
 
-    Raises :class:`~dflash.training.settings.SettingsError`, naming the key, for what cannot be.
+    Raises :class:`~dflash.core.settings.SettingsError`, naming the key, for what cannot be.
     """
 
     folder: Path = setting(meaning="where the study leaves its files")
@@ -127,7 +127,7 @@ class Cell:
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
     """Read a study; ``overrides`` are settings such as ``"folder=runs/again"``.
 
-    Raises :class:`~dflash.training.settings.SettingsError`, naming file and key.
+    Raises :class:`~dflash.core.settings.SettingsError`, naming file and key.
     """
     study = load_settings(Study, Path(path), overrides)
     try:
@@ -140,7 +140,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
 def make_cells(study: Study) -> list[Cell]:
     """The cells of a study, in the order of their combinations, seeds next to each other.
 
-    Raises :class:`~dflash.errors.DFlashError` for a setting that is unknown or cannot be.
+    Raises ``DFlashError`` for a setting that is unknown or cannot be.
     """
     base = _base_recipe(study)
     return [_cell(study, base, levels, seed) for levels in combinations(study) for seed in study.seeds]

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from ..errors import GenerationError, one_line
+from ..core.errors import GenerationError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def make_caches(
         quantized_kv_start: Quantise after the pass with which the caches hold so many tokens, as mlx-lm does.
             ``None``: before the first one, which mlx-lm never does.
 
-    Raises :class:`~dflash.errors.GenerationError` for options that do not fit together or the model.
+    Raises ``GenerationError`` for options that do not fit together or the model.
     """
     if max_kv_size is not None and max_kv_size <= KEPT:
         raise GenerationError(f"max_kv_size must be more than {KEPT}, got {max_kv_size}.")

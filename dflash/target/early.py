@@ -2,7 +2,8 @@
 
 To build a pass takes Python time, in which a CPU would have nothing to do: MLX's CPU backend evaluates a graph only
 when it is complete, and ``async_eval`` lets the host continue only when fewer than 100 operations are left. Where BLAS
-takes every core, the host would compete with it, and a GPU takes a graph as a whole: there nothing is handed over early.
+takes every core, the host would compete with it, and a GPU takes a graph as a whole: there nothing is handed over
+early.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..adapters.base import LayerCaller
-from ..backend import begin_early, begins_early
+from ..core.backend import begin_early, begins_early
 
 
 class EarlyLayers:
@@ -27,5 +28,5 @@ class EarlyLayers:
 
 
 def early_layers(caller: LayerCaller | None) -> LayerCaller | None:
-    """A caller that begins early, where that pays (:func:`~dflash.backend.begins_early`); elsewhere ``caller``."""
+    """A caller that begins early, where that pays (:func:`~dflash.core.backend.begins_early`); elsewhere ``caller``."""
     return EarlyLayers(caller) if begins_early() else caller

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 import numpy as np
 
-from ..errors import CheckpointError, one_line
+from ..core.errors import CheckpointError, one_line
 from .gguf_blocks import BLOCK_TYPES
 
 _VERSIONS = (2, 3)
@@ -52,7 +52,7 @@ class GGUF:
     data: int = 0
 
     def require(self, key: str, kind: type = object) -> Any:
-        """A value of the metadata. Raises :class:`~dflash.errors.CheckpointError` if it is not there."""
+        """A value of the metadata. Raises ``CheckpointError`` if it is not there."""
         value = self.metadata.get(key)
         if value is None or not isinstance(value, kind):
             raise CheckpointError(f"{self.path} has no {key} in its metadata; convert or download the model again.")
@@ -61,7 +61,7 @@ class GGUF:
     def tensors(self) -> dict[str, mx.array]:
         """Every tensor by name; a packed one as mlx-lm has it: ``weight``, ``scales`` and ``biases``.
 
-        Raises :class:`~dflash.errors.CheckpointError` for a quantisation that is not known, or a file that ends early.
+        Raises ``CheckpointError`` for a quantisation that is not known, or a file that ends early.
         """
         unread = {name: info.kind for name, info in self.infos.items() if info.kind not in BLOCK_TYPES}
         if unread:
@@ -107,7 +107,7 @@ def _joined(parts: Sequence[np.ndarray], rows: tuple[int, ...], floats: mx.Dtype
 
 
 def read_gguf(path: Path) -> GGUF:
-    """The head of a GGUF file. Raises :class:`~dflash.errors.CheckpointError` if it is not one, or damaged."""
+    """The head of a GGUF file. Raises ``CheckpointError`` if it is not one, or damaged."""
     if not path.is_file():
         raise CheckpointError(f"There is no file {str(path)!r}; expected a GGUF file of llama.cpp.")
     with path.open("rb") as file, _complaining(path):

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..errors import CheckpointError
-from ..files import atomic_write, write_json
+from ..core.errors import CheckpointError
+from ..core.files import atomic_write, write_json
 from .gguf import GGUF
 
 _CONTROL, _USER_DEFINED = 3, 4  # in tokenizer.ggml.token_type
@@ -42,7 +42,7 @@ PRE_TOKENIZERS: dict[str, tuple[Any, ...]] = {
 def build_tokenizer(gguf: GGUF) -> Tokenizer:
     """The tokenizer that a GGUF file describes.
 
-    Raises :class:`~dflash.errors.CheckpointError` for other kinds than byte-level BPE and unknown ways to split.
+    Raises ``CheckpointError`` for other kinds than byte-level BPE and unknown ways to split.
     """
     kind, pre = gguf.require("tokenizer.ggml.model", str), gguf.metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2":

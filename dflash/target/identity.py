@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..files import flat
+from ..core.files import flat
 
 if TYPE_CHECKING:
     from . import LoadedTargetModel

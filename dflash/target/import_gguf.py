@@ -17,8 +17,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import CheckpointError
-from ..files import exclusive_lock, flat, write_arrays, write_json
+from ..core.errors import CheckpointError
+from ..core.files import exclusive_lock, flat, write_arrays, write_json
 from .gguf import GGUF, read_gguf
 from .gguf_blocks import GROUP_SIZE
 from .gguf_tokenizer import save_tokenizer
@@ -59,7 +59,7 @@ def import_gguf(path: Path, folder: Path, dtype: str | None = None) -> dict[str,
     ``bfloat16``) all become plain weights of that type. ``config.json`` is written last: a folder without it is
     unfinished.
 
-    Raises :class:`~dflash.errors.CheckpointError` for other architectures and unknown quantisations, and for every
+    Raises ``CheckpointError`` for other architectures and unknown quantisations, and for every
     tensor or setting that would be lost, by name.
     """
     if dtype is not None and dtype not in DTYPES:

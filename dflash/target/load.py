@@ -14,9 +14,9 @@ import mlx_lm
 from mlx_lm.utils import load_model
 
 from ..adapters import registered_adapters
-from ..backend import to_compute_dtype, wait_for_this_thread
-from ..errors import CheckpointError, one_line
-from ..files import flat, read_json, resolve_checkpoint
+from ..core.backend import to_compute_dtype, wait_for_this_thread
+from ..core.errors import CheckpointError, one_line
+from ..core.files import flat, read_json, resolve_checkpoint
 from .model import LoadedTargetModel
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
             name ``bundled`` is ``./bundled``.)
         trust_remote_code: Run the Python code that a checkpoint brings with it (``model_file`` in its config).
 
-    Raises :class:`~dflash.errors.CheckpointError` for missing or damaged files and NaN weights, and
-    :class:`~dflash.errors.IncompatibleModelsError` for an architecture without an adapter.
+    Raises ``CheckpointError`` for missing or damaged files and NaN weights, and
+    ``IncompatibleModelsError`` for an architecture without an adapter.
     """
     wait_for_this_thread()
     registered_adapters()  # a package may bring the architecture itself along with its adapter

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..adapters import TargetAdapter, detect_model_architecture, find_adapter
 from ..adapters.base import LayerCaller
 from ..adapters.registry import generic_does_not_fit
-from ..errors import GenerationError, IncompatibleModelsError
+from ..core.errors import GenerationError, IncompatibleModelsError
 from .caches import make_caches
 from .early import early_layers
 from .rewind import TargetCache, check_trees
@@ -34,7 +34,7 @@ class LoadedTargetModel:
             passes first.
         folder: The files that it was loaded from, if it was.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError` for an architecture that has no adapter and that the
+    Raises ``IncompatibleModelsError`` for an architecture that has no adapter and that the
     generic one does not fit.
     """
 
@@ -112,10 +112,10 @@ class LoadedTargetModel:
 
         Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place, and can
         be rewound within these tokens until the next pass. With ``parents`` the tokens after the first are a tree
-        (:mod:`dflash.trees`), ``B`` is 1, and :meth:`TargetCache.keep` says which path remains. A CPU begins with
+        (:mod:`dflash.core.trees`), ``B`` is 1, and :meth:`TargetCache.keep` says which path remains. A CPU begins with
         each layer while the next is built.
 
-        Raises :class:`~dflash.errors.IncompatibleModelsError`, naming a layer, where trees are not possible.
+        Raises ``IncompatibleModelsError``, naming a layer, where trees are not possible.
         """
         hidden, features = self._forward(tokens, cache, layer_ids, rewindable=True, parents=parents)
         return self.head(hidden), features
@@ -138,7 +138,7 @@ class LoadedTargetModel:
         return self.adapter.forward(tokens, cache, layer_ids, recorder)
 
     def check_trees(self, cache: TargetCache) -> None:
-        """Raise :class:`~dflash.errors.IncompatibleModelsError` if no tree of drafts can be verified over ``cache``.
+        """Raise ``IncompatibleModelsError`` if no tree of drafts can be verified over ``cache``.
 
         The first time, a few short passes show whether the model's positions are where trees can reach them.
         """
@@ -154,15 +154,15 @@ class LoadedTargetModel:
     def make_cache(self, **options: Any) -> TargetCache:
         """New, empty caches, one a layer; ``options`` as in :func:`~dflash.target.caches.make_caches`.
 
-        Raises :class:`~dflash.errors.IncompatibleModelsError` if one of them cannot be rewound exactly, and
-        :class:`~dflash.errors.GenerationError` for options that do not fit together or the model.
+        Raises ``IncompatibleModelsError`` if one of them cannot be rewound exactly, and
+        ``GenerationError`` for options that do not fit together or the model.
         """
         return TargetCache(*make_caches(self.model, **options))
 
     def rewind_kv_caches(self, cache: list[Any], length: int) -> None:
         """Bring ``cache`` back to its first ``length`` tokens; only tokens of the last update may go.
 
-        Raises :class:`~dflash.errors.GenerationError` if the cache holds fewer tokens than ``length``.
+        Raises ``GenerationError`` if the cache holds fewer tokens than ``length``.
         """
         (cache if isinstance(cache, TargetCache) else TargetCache(cache)).rewind(length)
 

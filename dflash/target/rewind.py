@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from ..errors import GenerationError, IncompatibleModelsError
+from ..core.errors import GenerationError, IncompatibleModelsError
 from .caches import KeptWindowCache, Quantization
 from .replay import REMEMBERED, Recorder
 from .tree import TreePass
@@ -114,7 +114,7 @@ class TargetCache(list[Any]):
     """A target's caches, one a layer as mlx-lm makes them, that can be rewound.
 
     With a ``quantization`` they are quantised when it is time; ``length`` tokens are in them already. Raises
-    :class:`~dflash.errors.IncompatibleModelsError` if one of them cannot be rewound.
+    ``IncompatibleModelsError`` if one of them cannot be rewound.
     """
 
     def __init__(self, caches: Iterable[Any], quantization: Quantization | None = None, length: int = 0):
@@ -162,7 +162,7 @@ class TargetCache(list[Any]):
     def expect_tree(self, parents: Sequence[int]) -> TreePass:
         """Announce a pass over the anchor and a tree of drafts; what must make the calls of its layers.
 
-        Raises :class:`~dflash.errors.IncompatibleModelsError`, naming the layer, if a cache cannot hold a tree.
+        Raises ``IncompatibleModelsError``, naming the layer, if a cache cannot hold a tree.
         """
         check_trees(self)
         self.expect(len(parents) + 1)
@@ -193,7 +193,7 @@ class TargetCache(list[Any]):
     def rewind(self, length: int) -> None:
         """Keep the first ``length`` tokens; only tokens of the last pass may go, in one step or several.
 
-        Raises :class:`~dflash.errors.GenerationError` if fewer tokens are held, or that pass was not recorded or
+        Raises ``GenerationError`` if fewer tokens are held, or that pass was not recorded or
         was shorter than what would go.
         """
         rejected = self.offset - length
@@ -219,7 +219,7 @@ class TargetCache(list[Any]):
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these ``rows`` of the last pass, in this order; it had a row for each of its tokens.
 
-        Raises :class:`~dflash.errors.GenerationError` as :meth:`rewind` does.
+        Raises ``GenerationError`` as :meth:`rewind` does.
         """
         if list(rows) != list(range(len(rows))):
             for cache in self:
@@ -266,7 +266,7 @@ def describe(caches: Sequence[Any]) -> list[tuple[str, str | None]]:
 
 
 def check_trees(caches: Sequence[Any]) -> None:
-    """Raise :class:`~dflash.errors.IncompatibleModelsError`, naming the layer, if a cache cannot hold a tree."""
+    """Raise ``IncompatibleModelsError``, naming the layer, if a cache cannot hold a tree."""
     for layer, cache in enumerate(caches):
         if type(cache) not in _MOVES:
             raise IncompatibleModelsError(
@@ -276,7 +276,7 @@ def check_trees(caches: Sequence[Any]) -> None:
 
 
 def check_rewindable(caches: Sequence[Any]) -> None:
-    """Raise :class:`~dflash.errors.IncompatibleModelsError`, naming the layer, if a cache has no exact rewind."""
+    """Raise ``IncompatibleModelsError``, naming the layer, if a cache has no exact rewind."""
     for layer, (name, rule) in enumerate(describe(caches)):
         if rule is None:
             raise IncompatibleModelsError(

@@ -18,15 +18,15 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import IncompatibleModelsError
-from ..trees import ancestors, depths_of_rows
+from ..core.errors import IncompatibleModelsError
+from ..core.trees import ancestors, depths_of_rows
 from .replay import standing_in
 
 
 class TreePass:
     """Makes the calls of layers in a pass over the anchor and a tree of ``parents`` after ``context`` tokens.
 
-    Raises :class:`~dflash.errors.IncompatibleModelsError`, naming the layer, for one that is given what depends on
+    Raises ``IncompatibleModelsError``, naming the layer, for one that is given what depends on
     the order of its rows in a way that is not known.
     """
 

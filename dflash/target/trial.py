@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..adapters.calls import Call, Pass, embedding_factors, factor, streams
-from ..progress import progress
-from ..trees import rows_before
+from ..core.progress import progress
+from ..core.trees import rows_before
 from .compare import Mismatch, assert_close, assert_same_caches, windows
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from dflash import LoadedTargetModel
 from dflash.adapters import registered_adapters
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance import small_models as small
-from dflash.block import Decoding
-from dflash.decode import decode, prefill
+from dflash.decoding.block import Decoding
+from dflash.decoding.loop import decode, prefill
 from dflash.target.rewind import TargetCache, describe
 
 TABLE = Path(__file__).parents[2] / "adapters" / "ARCHITECTURES.md"

@@ -21,7 +21,7 @@ from dflash import LoadedTargetModel, TargetAdapter
 from dflash.adapters import registry
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance.checks import CHECKS
-from dflash.errors import IncompatibleModelsError
+from dflash.core.errors import IncompatibleModelsError
 from dflash.target.trial import first_difference
 
 VOCAB, GAIN, TEMPER = 97, 3.0, 0.5

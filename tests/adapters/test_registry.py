@@ -22,8 +22,8 @@ from dflash.adapters import (
 )
 from dflash.adapters.conformance import small_models as small
 from dflash.adapters.generic import GenericAdapter
-from dflash.errors import DFlashError, IncompatibleModelsError
-from dflash.registry import Registry
+from dflash.core.errors import DFlashError, IncompatibleModelsError
+from dflash.core.registry import Registry
 from dflash.target import LoadedTargetModel, load_target_model
 
 EXTERNAL = Path(__file__).parent / "external_adapter"
@@ -95,7 +95,7 @@ def broken_package(monkeypatch):
     adapters: Registry = Registry("adapter", "dflash.adapters")
     adapters._known.update(registered_adapters())
     broken = EntryPoint("odd_family", "no_such_module:Adapter", adapters.group)
-    monkeypatch.setattr("dflash.registry.entry_points", lambda group: [broken])
+    monkeypatch.setattr("dflash.core.registry.entry_points", lambda group: [broken])
     monkeypatch.setattr(registry, "ADAPTERS", adapters)
 
 

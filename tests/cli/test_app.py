@@ -10,9 +10,9 @@ from support.cli import assert_one_error, invoke
 from support.models import writer
 
 import dflash
-from dflash import backend
 from dflash.cli import global_options_first, loading
-from dflash.errors import BackendError
+from dflash.core import backend
+from dflash.core.errors import BackendError
 
 
 def test_no_backend_is_one_line(monkeypatch):
@@ -78,7 +78,7 @@ def test_a_plugin_is_imported_before_the_command(tmp_path, monkeypatch):
     plugin.write_text("""
 import mlx.core as mx
 import dflash
-from dflash.sampling import register_logits_processor
+from dflash.decoding.sampling import register_logits_processor
 
 @register_logits_processor("only_token_65")
 def only(tokens, logits):

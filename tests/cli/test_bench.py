@@ -13,8 +13,9 @@ from support.cli import assert_one_error, invoke
 from support.models import TEXT_VOCAB, random_drafter
 
 import dflash
-from dflash import backend, bench
-from dflash.bench import doctor, speedup
+from dflash import evaluation as bench
+from dflash.core import backend
+from dflash.evaluation import doctor, speedup
 from dflash.policies import threads
 
 # --- bench --------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from support.models import writer
 
 from dflash.cli import loading
 from dflash.cli.blocks import NOTES, print_profile
-from dflash.errors import DFlashError
-from dflash.profile import Profile
-from dflash.trace import read_records
+from dflash.core.errors import DFlashError
+from dflash.decoding.profile import Profile
+from dflash.decoding.trace import read_records
 
 TEXT = "one two\nthree\tfour five six"
 STYLE = re.compile(r"\x1b\[[\d;]*m")

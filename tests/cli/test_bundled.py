@@ -14,9 +14,9 @@ from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter,
 import dflash
 from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, bundled, load_drafter, load_target
 from dflash.cli import adapters, loading
-from dflash.drafters.quantized import description
-from dflash.errors import CheckpointError, IncompatibleModelsError
-from dflash.files import flat, read_json
+from dflash.core.errors import CheckpointError, IncompatibleModelsError
+from dflash.core.files import flat, read_json
+from dflash.drafters.checkpoints.quantized import description
 from dflash.generate import PAIR
 from dflash.target.identity import target_fingerprint
 from dflash.training import publish
@@ -187,8 +187,8 @@ def test_the_demo_of_another_target_answers_a_heldout_request_at_some_length(pac
 
 
 def test_the_demo_decodes_a_target_with_the_drafter_found_for_it(package, monkeypatch):
-    monkeypatch.setattr("dflash.bench.demo.MAX_TOKENS", 16)
-    monkeypatch.setattr("dflash.bench.demo.LEAST_TOKENS", 8)
+    monkeypatch.setattr("dflash.evaluation.demo.MAX_TOKENS", 16)
+    monkeypatch.setattr("dflash.evaluation.demo.LEAST_TOKENS", 8)
     result = invoke("demo", "--target", package / "target")
     assert result.exit_code == 0, result.output
     assert "tokens        identical" in result.stdout

@@ -14,8 +14,8 @@ from support.conversations import invoke_prepare, tree, write_lines
 
 import dflash.training.data.prepare as preparing
 from dflash import load_target
-from dflash.errors import DataError
-from dflash.prompts import read_conversations
+from dflash.core.errors import DataError
+from dflash.prompts.conversations import read_conversations
 from dflash.training.data.dataset import open_dataset
 
 
@@ -182,7 +182,7 @@ def test_a_log_without_a_terminal_shows_that_the_target_is_still_writing(target_
             time.sleep(0.001)
         return answer_rows(*rows)
 
-    monkeypatch.setattr("dflash.progress.SECONDS_BETWEEN_LINES", 0.005)
+    monkeypatch.setattr("dflash.core.progress.SECONDS_BETWEEN_LINES", 0.005)
     monkeypatch.setattr(preparing, "answer_rows", slow)
     data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(6)))
     with caplog.at_level(logging.INFO):

@@ -4,8 +4,8 @@ import pytest
 from support.cli import assert_one_error, invoke
 from support.runs import recipe, write_dataset, write_target
 
+from dflash.core.settings import from_yaml, settings_help
 from dflash.training.recipe import Recipe, bundled_recipes, load_recipe
-from dflash.training.settings import from_yaml, settings_help
 from dflash.training.train import train
 
 

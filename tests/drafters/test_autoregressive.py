@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, is_draft_model_compatible, load_drafter, load_target
 from dflash.adapters.conformance import small_models as small
-from dflash.block import Decoding
-from dflash.decode import decode, prefill
+from dflash.core.errors import IncompatibleModelsError
+from dflash.decoding.block import Decoding
+from dflash.decoding.loop import decode, prefill
 from dflash.drafters.autoregressive import AutoregressiveDrafter
-from dflash.errors import IncompatibleModelsError
 from dflash.target.compare import assert_close, assert_same_caches
 
 NEAR_TIE = 1e-4

@@ -8,7 +8,7 @@ from support.errors import refused
 from support.models import ScriptedDrafter, plain_greedy, random_drafter, target
 
 from dflash import DFlashSpeculativeDecoder, Drafter, Proposal
-from dflash.errors import GenerationError, IncompatibleModelsError
+from dflash.core.errors import GenerationError, IncompatibleModelsError
 
 VOCAB = 32
 

@@ -17,9 +17,9 @@ from support.models import (
 
 import dflash
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
-from dflash.block import Decoding
 from dflash.cli import loading
-from dflash.decode import decode, prefill
+from dflash.decoding.block import Decoding
+from dflash.decoding.loop import decode, prefill
 from dflash.drafters.combined import Chance, CombinedDrafter
 from dflash.drafters.ngram import WAKING, NgramDrafter
 from dflash.generate import PAIR

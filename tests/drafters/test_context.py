@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from support.models import random_drafter, target
 
+from dflash.core.errors import GenerationError
 from dflash.drafters.context import SPARE, ContextCache, LayerContext
-from dflash.errors import GenerationError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 VARIANTS = {

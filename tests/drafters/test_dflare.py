@@ -14,8 +14,8 @@ from support.agreement import assert_same_blocks, features_of, feed_in_pieces, n
 from support.models import HIDDEN, draft_config, qwen3_model, random_drafter, randomize
 
 from dflash import LoadedTargetModel, load_drafter, save_drafter
+from dflash.core.errors import TrainingError
 from dflash.drafters.dflare import QwenDFlareDraftModel
-from dflash.errors import TrainingError
 from dflash.training.drafters.init import new_drafter
 from dflash.training.drafters.loss import drafter_loss
 from dflash.training.drafters.objectives import ObjectiveSettings

@@ -21,12 +21,12 @@ from support.models import target as small_target
 from support.reference_dflash2 import DenseDFlash2
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, save_drafter
-from dflash.backend import to_compute_dtype
+from dflash.core.backend import to_compute_dtype
+from dflash.core.errors import CheckpointError
+from dflash.core.files import flat
+from dflash.decoding.sampling import DrawingSampler
+from dflash.drafters.checkpoints.quantized import quantize_drafter
 from dflash.drafters.dflash2 import DFlash2Config, DFlash2DraftModel
-from dflash.drafters.quantized import quantize_drafter
-from dflash.errors import CheckpointError
-from dflash.files import flat
-from dflash.sampling import DrawingSampler
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 VOCAB, KNOWN = 24, [1, 2, 3, 5, 8, 13, 21]

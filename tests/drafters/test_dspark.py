@@ -21,9 +21,9 @@ from support.models import HIDDEN, draft_config, qwen3_model, randomize
 from support.reference_dspark import DenseDSpark
 
 from dflash import LoadedTargetModel, load_drafter, save_drafter
+from dflash.core.errors import CheckpointError
+from dflash.decoding.sampling import DrawingSampler
 from dflash.drafters.dspark import DSparkConfig, DSparkDraftModel
-from dflash.errors import CheckpointError
-from dflash.sampling import DrawingSampler
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 VOCAB = 24

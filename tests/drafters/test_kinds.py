@@ -11,8 +11,8 @@ from support.cli import assert_one_error, invoke
 from support.models import TEXT_VOCAB, draft_config, plain_greedy, qwen3_model, random_drafter, randomize, save_target
 
 from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target, register_drafter, save_drafter
+from dflash.core.errors import CheckpointError, DFlashError
 from dflash.drafters import kinds
-from dflash.errors import CheckpointError, DFlashError
 
 PLUGIN = Path(gated_drafter.__file__)
 

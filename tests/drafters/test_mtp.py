@@ -13,9 +13,9 @@ from support.reference import attend, rms_norm, rope, silu
 
 from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, load_target
 from dflash.adapters.conformance import small_models
+from dflash.core.files import flat
+from dflash.decoding.sampling import DrawingSampler
 from dflash.drafters.mtp import MTPDrafter, MTPLayer, _new_layer
-from dflash.files import flat
-from dflash.sampling import DrawingSampler
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EPS = small_models.HIDDEN, 4, 2, 16, 1e-5
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

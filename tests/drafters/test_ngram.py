@@ -13,8 +13,8 @@ from support.models import TEXT_VOCAB, ScriptModel, plain_greedy, target, wrappe
 
 import dflash
 from dflash.adapters.conformance import small_models as small
+from dflash.core.errors import GenerationError
 from dflash.drafters.ngram import LONGEST, NgramCache, NgramDrafter
-from dflash.errors import GenerationError
 
 NEAR_TIE = 1e-4
 

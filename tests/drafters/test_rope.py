@@ -9,9 +9,9 @@ from support import reference
 from transformers import Qwen3Config
 
 from dflash import DFlashConfig
-from dflash.drafters.formats import published_values
+from dflash.core.errors import CheckpointError
+from dflash.drafters.checkpoints.formats import published_values
 from dflash.drafters.rope import build_rope
-from dflash.errors import CheckpointError
 
 DIMS, THETA, LONGEST = 16, 1e4, 64
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -7,9 +7,9 @@ from support.errors import refused
 from support.models import bound_drafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, Policy, Proposal, register_policy
-from dflash.block import Decoding
-from dflash.decode import decode, prefill
-from dflash.errors import DFlashError, GenerationError
+from dflash.core.errors import DFlashError, GenerationError
+from dflash.decoding.block import Decoding
+from dflash.decoding.loop import decode, prefill
 from dflash.policies.adaptive import Adaptive
 from dflash.policies.base import Fixed
 

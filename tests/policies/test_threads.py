@@ -7,8 +7,9 @@ import mlx.core as mx
 import pytest
 from support.models import ScriptedDrafter, plain_greedy, qwen3_model
 
-from dflash import DFlashSpeculativeDecoder, backend
-from dflash.backend import on_cpu
+from dflash import DFlashSpeculativeDecoder
+from dflash.core import backend
+from dflash.core.backend import on_cpu
 from dflash.policies.threads import ROUNDS, VARIABLES, DecodeThreads
 
 QUIET, BUSY = {1: 0.014, 2: 0.010}, {1: 0.014, 2: 0.040}

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from support.runs import recipe_values, write_dataset, write_target
 
+from dflash.core.settings import from_dict
 from dflash.study import Study
-from dflash.training.settings import from_dict
 
 
 @pytest.fixture(scope="session")

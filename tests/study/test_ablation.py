@@ -16,9 +16,10 @@ import pytest
 from support.cli import assert_one_error, invoke
 
 from dflash import load_target
-from dflash.drafters.checkpoint import save_drafter
-from dflash.errors import DFlashError
-from dflash.files import exclusive_lock
+from dflash.core.errors import DFlashError
+from dflash.core.files import exclusive_lock
+from dflash.core.settings import from_dict
+from dflash.drafters.checkpoints.checkpoint import save_drafter
 from dflash.study import ablate, ablation, collect, effects, write_results
 from dflash.study.ablation import open_plan
 from dflash.study.answers import Answers
@@ -26,7 +27,6 @@ from dflash.study.expected import expected_time
 from dflash.training.data.dataset import open_dataset
 from dflash.training.drafters.init import new_drafter
 from dflash.training.recipe import DrafterShape
-from dflash.training.settings import from_dict
 from dflash.training.train import cache_features
 
 

@@ -8,9 +8,9 @@ import pytest
 from support.cli import assert_one_error, invoke
 from support.runs import recipe_values
 
+from dflash.core.settings import from_dict
 from dflash.study.compare import compare
 from dflash.training.recipe import Recipe
-from dflash.training.settings import from_dict
 from dflash.training.train import train
 
 

@@ -3,8 +3,8 @@
 import pytest
 from support.cli import assert_one_error, invoke
 
+from dflash.core.settings import SettingsError
 from dflash.study.settings import combinations, label_of, make_cells
-from dflash.training.settings import SettingsError
 
 
 def test_all_combinations_are_cells_each_with_every_seed(make):

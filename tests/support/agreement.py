@@ -12,9 +12,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
-from dflash.sampling import DrawingSampler
-from dflash.speculative import speculative_sampling
-from dflash.verify import sample_target
+from dflash.decoding.sampling import DrawingSampler
+from dflash.decoding.speculative import speculative_sampling
+from dflash.decoding.verify import sample_target
 
 from . import reference
 

@@ -1,6 +1,6 @@
 """Finished and scripted runs for the tests of benchmarks."""
 
-from dflash.bench import BenchPrompt, PromptResult, Run, Step
+from dflash.evaluation import BenchPrompt, PromptResult, Run, Step
 
 PROMPTS = [BenchPrompt("one", [65, 66]), BenchPrompt("two", [65, 67], {"kind": "problem", "answer": 3})]
 

@@ -9,7 +9,7 @@ from support.cli import invoke
 from support.models import STOP, TEXT_VOCAB, byte_tokenizer, qwen3_model
 
 from dflash import LoadedTargetModel
-from dflash.prompts import Conversation, conversation
+from dflash.prompts.conversations import Conversation, conversation
 from dflash.training.data.dataset import FORMAT, VERSION, Example, write_manifest, write_shard
 from dflash.training.data.sequences import Sequences
 from dflash.training.data.split import HeldoutRule

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash import LoadedTargetModel, load_drafter
-from dflash.files import flat
+from dflash.core.files import flat
 
 from .models import HIDDEN, qwen3_model, random_drafter
 

@@ -10,11 +10,11 @@ from support.conversations import save_dataset
 from support.models import TEXT_VOCAB, llama_model, qwen3_model, save_target
 
 import dflash
+from dflash.core.settings import load_settings
 from dflash.target.identity import target_fingerprint
 from dflash.training.data.dataset import tokenizer_fingerprint
 from dflash.training.data.sequences import Sequences
 from dflash.training.recipe import Recipe
-from dflash.training.settings import load_settings
 
 
 def write_dataset(folder: Path, target: Path, count: int = 24, seed: int = 0) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dflash import BlockRecord, Drafts, Policy
-from dflash.trees import chain
+from dflash.core.trees import chain
 
 PLAIN = -1
 """What :func:`run` notes for a plain step, in place of a number of drafts."""

@@ -8,9 +8,9 @@ from support.models import ScriptedDrafter, plain_greedy, qwen3_model, target
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.adapters.conformance import small_models
-from dflash.block import Decoding
-from dflash.decode import decode, prefill
-from dflash.errors import GenerationError
+from dflash.core.errors import GenerationError
+from dflash.decoding.block import Decoding
+from dflash.decoding.loop import decode, prefill
 
 NEAR_TIE = 2e-4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from support.models import bound_drafter, target
 
-from dflash import Policy, backend
-from dflash.block import Decoding
-from dflash.decode import plain_steps, prefill
+from dflash import Policy
+from dflash.core import backend
+from dflash.decoding.block import Decoding
+from dflash.decoding.loop import plain_steps, prefill
 from dflash.target import early
 
 

@@ -12,7 +12,7 @@ from support.gguf import gguf_metadata, gguf_tensors, save_by_mlx, write_gguf
 from support.models import TEXT_VOCAB, byte_tokenizer, plain_greedy, randomize
 
 from dflash import load_target
-from dflash.errors import CheckpointError
+from dflash.core.errors import CheckpointError
 from dflash.target.gguf import GGUF
 from dflash.target.gguf_tokenizer import build_tokenizer
 from dflash.target.import_gguf import import_gguf

@@ -9,9 +9,9 @@ from support.errors import refused
 from support.models import STOP, byte_tokenizer, qwen3_model, random_drafter, save_target
 
 import dflash
-from dflash import registry
 from dflash.adapters.registry import ADAPTERS
-from dflash.errors import CheckpointError, GenerationError
+from dflash.core import registry
+from dflash.core.errors import CheckpointError, GenerationError
 from dflash.target import load_target
 
 ODD_MODEL = """

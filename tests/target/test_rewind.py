@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (
 )
 from support.models import target
 
-from dflash.errors import DFlashError, GenerationError, IncompatibleModelsError
+from dflash.core.errors import DFlashError, GenerationError, IncompatibleModelsError
 from dflash.target import rewind
 from dflash.target.caches import KeptWindowCache
 

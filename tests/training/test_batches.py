@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
 from dflash.training.batches import Batches, anchor_counts, trainable
 from dflash.training.data.sequences import Sequences
 from dflash.training.drafters.loss import Batch

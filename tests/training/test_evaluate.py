@@ -9,7 +9,7 @@ from support.models import ScriptedDrafter, plain_greedy
 from support.runs import read_log, recipe
 
 import dflash
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
 from dflash.training import evaluate
 from dflash.training.data.dataset import open_dataset
 from dflash.training.data.sequences import Sequences

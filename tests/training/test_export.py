@@ -9,7 +9,7 @@ from support.cli import assert_one_error, invoke
 from support.runs import recipe
 
 from dflash import DFlashConfig, DFlashDraftModel, load_drafter, register_drafter
-from dflash.errors import DFlashError
+from dflash.core.errors import DFlashError
 from dflash.training import export
 from dflash.training.train import train
 

@@ -19,8 +19,8 @@ from support.runs import write_dataset, write_recipe, write_target
 
 from dflash import LoadedTargetModel
 from dflash.adapters.conformance import small_models as small
-from dflash.errors import DataError
-from dflash.files import write_json
+from dflash.core.errors import DataError
+from dflash.core.files import write_json
 from dflash.training import features as fc
 from dflash.training.batches import Batches
 from dflash.training.data import dataset as shards

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
 from dflash.training.identity import check_same_run, differences
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from dflash import load_target
 from dflash.adapters.qwen import QwenAdapter
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
+from dflash.core.settings import from_yaml, to_dict
 from dflash.training import new_recipe
 from dflash.training.new_recipe import as_yaml, propose_recipe
 from dflash.training.recipe import Recipe
-from dflash.training.settings import from_yaml, to_dict
 from dflash.training.train import train
 
 

@@ -9,9 +9,9 @@ from support.cli import assert_one_error, invoke
 from support.runs import recipe, write_recipe
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
+from dflash.core.settings import SettingsError, from_dict, load_settings, to_dict
 from dflash.training.loop.optimizer import AdamWSettings, MuonSettings
 from dflash.training.recipe import Recipe
-from dflash.training.settings import SettingsError, from_dict, load_settings, to_dict
 from dflash.training.toy.small_target import SmallTargetSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"

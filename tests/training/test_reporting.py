@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.tuner import callbacks as mlx_lm_callbacks
 from support.runs import read_log, recipe
 
-from dflash.errors import DFlashError
+from dflash.core.errors import DFlashError
 from dflash.training.reporting import numbers
 from dflash.training.train import train
 

@@ -6,7 +6,7 @@ import pytest
 from support.cli import assert_one_error, invoke
 from support.runs import read_log, recipe
 
-from dflash.errors import CheckpointError
+from dflash.core.errors import CheckpointError
 from dflash.training.runs import compare_runs, recorded_recipe
 from dflash.training.train import train
 

@@ -22,8 +22,8 @@ from support.runs import read_log, recipe, result, write_dataset, write_recipe, 
 
 import dflash
 import dflash.training.train as train_module
-from dflash.errors import DFlashError, TrainingError
-from dflash.files import exclusive_lock
+from dflash.core.errors import DFlashError, TrainingError
+from dflash.core.files import exclusive_lock
 from dflash.training import register_callback
 from dflash.training.batches import Batches
 from dflash.training.data.dataset import open_dataset

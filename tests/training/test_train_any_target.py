@@ -11,7 +11,7 @@ from support.models import qwen3_model
 
 from dflash import LoadedTargetModel
 from dflash.adapters.conformance import small_models as small
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
 from dflash.training.batches import Batches
 from dflash.training.data.sequences import Sequences
 from dflash.training.drafters.init import new_drafter

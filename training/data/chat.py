@@ -15,8 +15,8 @@ import numpy as np
 from jinja2 import TemplateError
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
-from dflash.prompts import Conversation
+from dflash.core.errors import DataError
+from dflash.prompts.conversations import Conversation
 
 from .sequences import Ints
 
@@ -50,7 +50,7 @@ def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, sw
     """Tokens of a conversation in the target's chat template, or as plain text (``chat=False``, or no template).
 
     Without a response the tokens end where the target would begin its own. The stop token after a response belongs
-    to it. ``switches`` go to the chat template. Raises :class:`~dflash.errors.DataError`, naming the line, where the
+    to it. ``switches`` go to the chat template. Raises ``DataError``, naming the line, where the
     template refuses the messages or a response cannot be marked.
     """
     if target.tokenizer is None:
@@ -107,7 +107,7 @@ def _templated(conversation: Conversation, target: LoadedTargetModel, switches: 
 def response_spans(render: Callable[[Messages], str], messages: Messages, text: str) -> list[tuple[int, int]]:
     """Begin and end of every response in ``text``, which is ``render(messages)``, in characters.
 
-    Raises :class:`~dflash.errors.DataError` if the template leaves a response out, repeats it or rewrites it.
+    Raises ``DataError`` if the template leaves a response out, repeats it or rewrites it.
     """
     spans = []
     for i, message in enumerate(messages):

@@ -23,8 +23,8 @@ import mlx.core as mx
 import numpy as np
 
 from dflash import LoadedTargetModel
-from dflash.errors import CheckpointError, DataError, one_line
-from dflash.files import atomic_write, exclusive_lock, read_arrays, read_json, write_arrays, write_json
+from dflash.core.errors import CheckpointError, DataError, one_line
+from dflash.core.files import atomic_write, exclusive_lock, read_arrays, read_json, write_arrays, write_json
 from dflash.target.identity import target_fingerprint
 
 from .sequences import Ints, Sequences
@@ -119,7 +119,7 @@ def write_manifest(folder: Path, description: dict[str, Any], rule: HeldoutRule)
 def change_split(folder: Path, rule: HeldoutRule) -> dict[str, Any]:
     """Decide anew which conversations of a finished dataset are held out; returns its manifest.
 
-    Raises :class:`~dflash.errors.DataError` for a dataset of version 1, whose split is fixed.
+    Raises ``DataError`` for a dataset of version 1, whose split is fixed.
     """
     with exclusive_lock(folder):
         manifest = read_manifest(folder)
@@ -132,7 +132,7 @@ def change_split(folder: Path, rule: HeldoutRule) -> dict[str, Any]:
 
 
 def require_only_a_dataset(folder: Path) -> None:
-    """Raise :class:`~dflash.errors.DataError` if ``folder`` has no plan of a dataset, but other files."""
+    """Raise ``DataError`` if ``folder`` has no plan of a dataset, but other files."""
     others = [] if (folder / PLAN).exists() else sorted(path.name for path in folder.glob("[!.]*"))
     if {MANIFEST, SHARDS, *SPLITS} & set(others):
         raise DataError(f"{folder} holds a dataset without its {PLAN}; choose an empty folder.")
@@ -166,7 +166,7 @@ def open_dataset(folder: Path, split: Split, target: LoadedTargetModel | None) -
     """All sequences of one split, in the order in which they were prepared.
 
     Checks first that ``target`` wrote them, unless it is ``None``; the fingerprint reads every weight, so a caller
-    that opens both splits checks once. Raises :class:`~dflash.errors.DataError` for an unfinished or damaged
+    that opens both splits checks once. Raises ``DataError`` for an unfinished or damaged
     dataset, for an empty split, and for a dataset of another target or tokenizer.
     """
     manifest = read_manifest(folder)
@@ -212,7 +212,7 @@ def shards_with_split(folder: Path, manifest: dict[str, Any]) -> list[tuple[Sequ
 def read_shard(path: Path) -> tuple[Sequences, Ints]:
     """A shard's sequences and their digests ``[N]``; of version 1, which has none, zeros.
 
-    Raises :class:`~dflash.errors.DataError` if the file is missing or damaged.
+    Raises ``DataError`` if the file is missing or damaged.
     """
     if not path.exists():
         raise DataError(f"{path} is missing; restore it, or prepare the dataset again in an empty folder.")
@@ -227,7 +227,7 @@ def read_shard(path: Path) -> tuple[Sequences, Ints]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished dataset. Raises :class:`~dflash.errors.DataError` if there is none."""
+    """The manifest of a finished dataset. Raises ``DataError`` if there is none."""
     if not (folder / MANIFEST).exists():
         if (folder / PLAN).exists():
             raise DataError(f"The dataset in {folder} is not finished; give its 'dflash prepare' command again.")
@@ -269,7 +269,7 @@ def read_description(path: Path, versions: Sequence[int] = (VERSION,)) -> dict[s
 
 
 def check_target(manifest: dict[str, Any], target: LoadedTargetModel, folder: Path) -> None:
-    """Raise :class:`~dflash.errors.DataError` unless ``target`` wrote the dataset described by ``manifest``."""
+    """Raise ``DataError`` unless ``target`` wrote the dataset described by ``manifest``."""
     found = {"tokenizer": tokenizer_fingerprint(target), "target": target_fingerprint(target)}
     for part, fingerprint in found.items():
         if manifest[part] != fingerprint:

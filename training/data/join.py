@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import DataError
-from dflash.files import atomic_write, exclusive_lock
+from dflash.core.errors import DataError
+from dflash.core.files import atomic_write, exclusive_lock
 
 from .dataset import FORMAT, SHARDS, VERSION, read_manifest, shard_path, text_path, write_manifest
 from .split import HeldoutRule
@@ -21,7 +21,7 @@ def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None)
     ``heldout`` decides which conversations are held out, ``None`` as in the first dataset. It goes by how a
     conversation opens, so the same request is in the same split wherever it comes from.
 
-    Raises :class:`~dflash.errors.DataError` for fewer than two datasets, for one that is unfinished, of format version
+    Raises ``DataError`` for fewer than two datasets, for one that is unfinished, of format version
     1, or of another target or tokenizer than the first, and if ``out`` holds something.
     """
     if len(folders) < 2:

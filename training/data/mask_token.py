@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
+from dflash.core.errors import DataError
 
 from .sequences import Sequences
 
@@ -39,7 +39,7 @@ def unused_tokens(target: LoadedTargetModel, *dataset: Sequences) -> list[Unused
     """Tokens of ``target`` that may be a mask, best first: masks, reserved ones, ids without text, others.
 
     Left out are tokens that end answers, tokens that the chat template names, and those of ``dataset``. Raises
-    :class:`~dflash.errors.DataError` if the target was loaded without a tokenizer.
+    ``DataError`` if the target was loaded without a tokenizer.
     """
     tokenizer = _tokenizer(target)
     added = {number: str(token) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
@@ -65,7 +65,7 @@ def unused_tokens(target: LoadedTargetModel, *dataset: Sequences) -> list[Unused
 def require_unused(mask_token_id: int, target: LoadedTargetModel, *dataset: Sequences) -> None:
     """Check that no sequence of ``dataset`` holds the mask, and warn where it is a token of ordinary text.
 
-    Raises :class:`~dflash.errors.DataError`, naming tokens that are not used, for a mask that is.
+    Raises ``DataError``, naming tokens that are not used, for a mask that is.
     """
     count = sum(int((sequences.tokens == mask_token_id).sum()) for sequences in dataset)
     if count:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
-from dflash.progress import progress
-from dflash.prompts import Conversation
-from dflash.request import DecodeOptions
-from dflash.sampling import GREEDY
+from dflash.core.errors import DataError
+from dflash.core.progress import progress
+from dflash.decoding.sampling import GREEDY
+from dflash.options import DecodeOptions
+from dflash.prompts.conversations import Conversation
 
 from .chat import Row, encode, encode_draft
 
@@ -28,7 +28,7 @@ class PrepareSettings:
     A response is cut at ``max_tokens``, or where its sequence reaches ``max_length``; given sequences longer than
     that are dropped. ``temp`` 0 is greedy; ``top_p`` and ``top_k`` 0 are off. ``shard_size`` conversations go into
     one file. With ``regenerate`` the target writes given last responses anew; at ``temp`` 0 a response that is
-    already its own costs one pass. Raises :class:`~dflash.errors.DFlashError` for values out of range.
+    already its own costs one pass. Raises ``DFlashError`` for values out of range.
     """
 
     max_tokens: int = 2048
@@ -51,7 +51,7 @@ class PrepareSettings:
 
     @property
     def decoding(self) -> DecodeOptions:
-        """How the target writes. Raises :class:`~dflash.errors.GenerationError` for values out of range."""
+        """How the target writes. Raises ``GenerationError`` for values out of range."""
         return DecodeOptions(self.max_tokens, temp=self.temp, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
@@ -86,7 +86,7 @@ class Plan:
 def make_plan(conversations: Sequence[Conversation], target: LoadedTargetModel, settings: PrepareSettings) -> Plan:
     """Tokenize all conversations; leave out those that repeat a prompt and those that cannot be used.
 
-    Raises :class:`~dflash.errors.DataError` if none is left.
+    Raises ``DataError`` if none is left.
     """
     longest, how = longest_sequence(target, settings), (target, settings.chat, settings.chat_template_config)
     with_drafts = settings.regenerate and settings.decoding.build_sampler() is GREEDY

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError, one_line
-from dflash.files import exclusive_lock, write_json
-from dflash.progress import progress
-from dflash.prompts import Conversation, digest
+from dflash.core.errors import DataError, one_line
+from dflash.core.files import exclusive_lock, write_json
+from dflash.core.progress import progress
+from dflash.prompts.conversations import Conversation, digest
 from dflash.target.identity import target_fingerprint
 
 from .chat import Row
@@ -65,9 +65,9 @@ def prepare(
     ``heldout`` decides which conversations are kept for evaluation, ``None`` as it was decided before or, in a new
     dataset, by the rule's defaults; it can change without the target writing again.
 
-    Raises :class:`~dflash.errors.DataError` if the folder holds other files, or a dataset of other settings,
+    Raises ``DataError`` if the folder holds other files, or a dataset of other settings,
     conversations or another target, if nothing is left to train on, or if the folder cannot be written, and
-    :class:`~dflash.errors.DFlashError` if another process is writing to it.
+    ``DFlashError`` if another process is writing to it.
     """
     settings.decoding.check_vocabulary(target.vocab_size)
     require_only_a_dataset(folder)

@@ -23,7 +23,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
+from dflash.core.errors import DataError
 
 from ..quick_layers import forward_hidden, model_to_write_with
 from .chat import Row
@@ -192,7 +192,7 @@ def _through_stop(stops: Collection[int], tokens: Ints) -> list[int]:
 
 
 def require_batches(target: LoadedTargetModel) -> None:
-    """Raise :class:`~dflash.errors.DataError` unless mlx-lm can decode several sequences of this target at once."""
+    """Raise ``DataError`` unless mlx-lm can decode several sequences of this target at once."""
     for i, cache in enumerate(make_prompt_cache(target.model)):
         if not hasattr(cache, "merge"):
             raise DataError(

@@ -19,10 +19,10 @@ from typing import Any
 import mlx.core as mx
 
 from dflash import LoadedTargetModel
-from dflash.errors import CheckpointError, DataError
-from dflash.files import exclusive_lock, read_json, write_json
-from dflash.progress import progress
-from dflash.request import DecodeOptions
+from dflash.core.errors import CheckpointError, DataError
+from dflash.core.files import exclusive_lock, read_json, write_json
+from dflash.core.progress import progress
+from dflash.options import DecodeOptions
 from dflash.target.identity import target_fingerprint
 
 from ..quick_layers import model_to_write_with
@@ -41,7 +41,7 @@ class PromptSettings:
     Tokens less probable than ``min_p`` of the most probable one are never drawn: what a small model says in its
     worst moments is no request. (Nucleus sampling would sort the vocabulary for every token.)
     ``begins`` are words that requests begin with; each is used in turn, and an empty one leaves the target free.
-    ``system`` takes the place of the template's own system prompt. Raises :class:`~dflash.errors.DFlashError` for
+    ``system`` takes the place of the template's own system prompt. Raises ``DFlashError`` for
     values out of range.
     """
 
@@ -74,7 +74,7 @@ def write_prompts(target: LoadedTargetModel, count: int, path: Path, settings: P
     Returns how many ``requests`` there are, how many were ``sampled``, and how many of these were dropped and why.
     The folder ``PATH.work`` beside the file holds what resuming needs; with a higher ``count`` more are added.
 
-    Raises :class:`~dflash.errors.DataError` if the target has no chat template, the file was begun with other
+    Raises ``DataError`` if the target has no chat template, the file was begun with other
     settings or another target, or the target makes up nothing new any more.
     """
     if count < 1:
@@ -96,7 +96,7 @@ def write_prompts(target: LoadedTargetModel, count: int, path: Path, settings: P
 def user_turn(target: LoadedTargetModel, system: str | None = None) -> tuple[list[int], frozenset[int]]:
     """Tokens up to where the user speaks, and those that end what the user says.
 
-    Raises :class:`~dflash.errors.DataError` where the chat template does not show them.
+    Raises ``DataError`` where the chat template does not show them.
     """
     tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:

@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dflash.errors import DataError
-from dflash.prompts import Conversation, message_bytes
+from dflash.core.errors import DataError
+from dflash.prompts.conversations import Conversation, message_bytes
 
 from .sequences import Ints
 
@@ -28,7 +28,7 @@ class HeldoutRule:
     The conversations that fill up to ``at_least`` are those with the next digests, but never all: of one conversation
     none is held out for its sake. A ``percent`` of 0 holds out none.
 
-    Raises :class:`~dflash.errors.DataError` for values out of range.
+    Raises ``DataError`` for values out of range.
     """
 
     percent: float = 1.0

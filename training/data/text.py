@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash.errors import DataError
-from dflash.files import atomic_write
+from dflash.core.errors import DataError
+from dflash.core.files import atomic_write
 
 from .dataset import json_line, read_manifest, shards_with_split, text_path
 from .split import Split
@@ -35,7 +35,7 @@ class Conversed:
 def read_dataset(folder: Path, split: Split | None = None) -> Iterator[Conversed]:
     """The conversations of a finished dataset in order, of one split or of both.
 
-    Raises :class:`~dflash.errors.DataError` if there is no such dataset, or its text is missing or damaged.
+    Raises ``DataError`` if there is no such dataset, or its text is missing or damaged.
     """
     manifest = read_manifest(folder)
     if manifest["version"] == 1:

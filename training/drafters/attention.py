@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 from einops import rearrange
 
-from dflash.cpu_math import shifted_exp
+from dflash.core.cpu_math import shifted_exp
 
 _HIDDEN = -1e9
 _ANCHORS_AT_ONCE = 16  # took 3 to 14 % less CPU time than 32, which took less than 64; memory grows with it

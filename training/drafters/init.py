@@ -12,10 +12,10 @@ import mlx.core as mx
 
 from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel, load_drafter
 from dflash.adapters.base import DRAFTER_SIZES
-from dflash.drafters.config import spread_layer_ids
+from dflash.core.errors import TrainingError, did_you_mean
+from dflash.core.files import flat
+from dflash.drafters.checkpoints.config import spread_layer_ids
 from dflash.drafters.kinds import drafter_class, kind_of
-from dflash.errors import TrainingError, did_you_mean
-from dflash.files import flat
 from dflash.target.identity import target_fingerprint
 
 from ..data.mask_token import suggestion
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConfig:
     """The config of the drafter that ``shape`` describes for ``target``; what it leaves open is as in the target.
 
-    Raises :class:`~dflash.errors.TrainingError` for what the target does not say either and for options that the
-    kind does not have, :class:`~dflash.errors.DFlashError` for an unknown kind or a drafter that cannot be loaded.
+    Raises ``TrainingError`` for what the target does not say either and for options that the
+    kind does not have, ``DFlashError`` for an unknown kind or a drafter that cannot be loaded.
     """
     if shape.from_ is not None:
         return _existing(shape, target).config
@@ -80,7 +80,7 @@ def _options(shape: DrafterShape, kind: type[Any], given: Collection[str]) -> di
 
 
 def mask_token_id(mask_token: int | str | None, target: LoadedTargetModel) -> int:
-    """The id that stands for "not yet drafted". Raises :class:`~dflash.errors.TrainingError` if there is none."""
+    """The id that stands for "not yet drafted". Raises ``TrainingError`` if there is none."""
     if isinstance(mask_token, int):
         if not 0 <= mask_token < target.vocab_size:
             raise TrainingError(f"drafter.mask_token {mask_token} is not among the target's {target.vocab_size} ids.")

@@ -16,7 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from dflash import DFlashDraftModel
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
 
 from .attention import block_attention
 from .forward import BlockAttention, draft_hidden
@@ -63,7 +63,7 @@ def drafter_loss(
     that of the weights; ``attention`` and ``grad_checkpoint`` are as in
     :func:`~dflash.training.drafters.forward.draft_hidden`.
 
-    Raises ``ValueError`` for such an objective without what it needs, and :class:`~dflash.errors.TrainingError` for one
+    Raises ``ValueError`` for such an objective without what it needs, and ``TrainingError`` for one
     that does not return a loss for each prediction.
     """
     blocks = _BlockPredictions.of(model, batch, objective, head, dtype, attention, grad_checkpoint)

@@ -15,11 +15,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash.cpu_math import cross_entropy, logsumexp, softmax
+from dflash.core.cpu_math import cross_entropy, logsumexp, softmax
+from dflash.core.registry import Registry
 from dflash.drafters.trainable import Predictions as Predictions
-from dflash.registry import Registry
 
-from ..settings import Checked, SettingsError, setting
+from ...core.settings import Checked, SettingsError, setting
 
 CROSS_ENTROPY, KL, MIX, D_PACE, L1 = "cross_entropy", "kl", "mix", "d-pace", "l1"
 
@@ -128,7 +128,7 @@ class ObjectiveSettings(Checked):
     ``d-pace``. Losses that the drafter's kind adds (:class:`~dflash.drafters.trainable.Trainable`) count
     ``auxiliary_weight``. The logits of ``chunk`` predictions exist at once, or those of one block.
 
-    Raises :class:`~dflash.training.settings.SettingsError` when a value is impossible.
+    Raises :class:`~dflash.core.settings.SettingsError` when a value is impossible.
     """
 
     kind: str = setting(CROSS_ENTROPY, "cross_entropy, kl, mix, d-pace, l1, or what a plug-in registers")

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
 
 from ..data.sequences import Ints, Sequences
 
@@ -19,7 +19,7 @@ def frequent_tokens(sequences: Sequences, count: int, vocab_size: int, always: C
     """The ``count`` ids that are most frequent in the responses of ``sequences``, in ascending order (int32).
 
     Ids as frequent as each other are taken from the lowest on; those in ``always`` are among them, whatever their
-    number. Raises :class:`~dflash.errors.TrainingError` where ``always`` are more than ``count``.
+    number. Raises ``TrainingError`` where ``always`` are more than ``count``.
     """
     if len(always) > count:
         raise TrainingError(

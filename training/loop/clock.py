@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm.auto import tqdm
 
-from dflash.progress import draws_bars
+from dflash.core.progress import draws_bars
 
 from .gradients import Batch
 

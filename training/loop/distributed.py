@@ -22,8 +22,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash.errors import TrainingError, one_line
-from dflash.files import flat
+from dflash.core.errors import TrainingError, one_line
+from dflash.core.files import flat
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
 
 from .clock import step_bar
 from .distributed import PeerLostError, Ranks
@@ -59,9 +59,9 @@ def fit(
     ``on_log`` functions get every line of the log.
 
     Ctrl-C finishes the step, or an evaluation and the step after it, saves and raises ``KeyboardInterrupt``.
-    Raises :class:`~dflash.errors.TrainingError` for a loss, gradient or weight that is not finite and for a loss
+    Raises ``TrainingError`` for a loss, gradient or weight that is not finite and for a loss
     that explodes, with ``name_batch`` of the batch (that step is not saved), and for the folder of another run;
-    :class:`~dflash.errors.CheckpointError` for a checkpoint that cannot be continued from.
+    ``CheckpointError`` for a checkpoint that cannot be continued from.
     """
     ranks = ranks or Ranks()
     if ranks.is_main:

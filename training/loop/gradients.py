@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from dflash.backend import on_cpu, set_blas_threads
+from dflash.core.backend import on_cpu, set_blas_threads
 
 Loss = Callable[..., mx.array]
 Batch = tuple[Any, ...]

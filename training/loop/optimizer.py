@@ -15,9 +15,9 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.optimizers as optim
 
-from dflash.files import flat, nested
+from dflash.core.files import flat, nested
 
-from ..settings import Checked, setting
+from ...core.settings import Checked, setting
 
 Schedule = Callable[[mx.array], mx.array]
 """From the number of steps done to the learning rate of the next one."""

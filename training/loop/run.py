@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from dflash.errors import CheckpointError, TrainingError
-from dflash.files import flat, nested, read_json
+from dflash.core.errors import CheckpointError, TrainingError
+from dflash.core.files import flat, nested, read_json
 
 from ..identity import check_same_run, require_same
 from .clock import Clock, duration
@@ -207,7 +207,7 @@ def check_identity(
 def checkpoint_to_continue(folder: Path, settings: FitSettings) -> Path:
     """The checkpoint to continue from: the last, or the one before the decay if the run's length has changed.
 
-    Raises :class:`~dflash.errors.TrainingError` if the steps done depend on the length that the run had.
+    Raises ``TrainingError`` if the steps done depend on the length that the run had.
     """
     last = read_progress(folder / STATE)
     if last.steps in (0, settings.steps):

@@ -22,8 +22,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash.errors import CheckpointError, one_line
-from dflash.files import atomic_write, flat, nested, read_arrays, write_arrays
+from dflash.core.errors import CheckpointError, one_line
+from dflash.core.files import atomic_write, flat, nested, read_arrays, write_arrays
 
 from .optimizer import Optimizer
 
@@ -45,7 +45,7 @@ class Progress:
 def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
     """Write weights, optimiser state and progress to one file.
 
-    Raises :class:`~dflash.errors.CheckpointError` if a value is not finite: such a run could not continue.
+    Raises ``CheckpointError`` if a value is not finite: such a run could not continue.
     """
     arrays = {f"model.{name}": value for name, value in flat(model.trainable_parameters()).items()}
     arrays |= {f"optimizer.{name}": value for name, value in optimizer.state.items()}
@@ -63,7 +63,7 @@ def read_progress(path: Path) -> Progress:
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
     """Restore what :func:`save_checkpoint` wrote; without the file nothing changes and no steps are done.
 
-    Raises :class:`~dflash.errors.CheckpointError` for a damaged file, or one of another model or optimiser.
+    Raises ``CheckpointError`` for a damaged file, or one of another model or optimiser.
     """
     if not path.exists():
         return Progress()

@@ -5,7 +5,7 @@ Knows names, defaults and limits. Must not know what is trained.
 
 from dataclasses import dataclass, field
 
-from ..settings import Checked, setting
+from ...core.settings import Checked, setting
 from .optimizer import AdamWSettings, MuonSettings
 
 

@@ -16,15 +16,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
-from dflash.bench import HELDOUT, BenchPrompt, PromptResult, compare, dflash_side, plain_side
-from dflash.block import Decoding
-from dflash.decode import decode, prefill
+from dflash.core.files import atomic_write
+from dflash.core.progress import progress
+from dflash.decoding.block import Decoding
+from dflash.decoding.loop import decode, prefill
+from dflash.decoding.sampling import GREEDY, DrawingSampler
 from dflash.drafters.protocol import Proposal
-from dflash.files import atomic_write
+from dflash.evaluation import HELDOUT, BenchPrompt, PromptResult, compare, dflash_side, plain_side
 from dflash.policies.base import Fixed, Policy
-from dflash.progress import progress
-from dflash.prompts import read_conversations
-from dflash.sampling import GREEDY, DrawingSampler
+from dflash.prompts.conversations import read_conversations
 
 from .stdlib_prompts import beginnings
 

@@ -16,7 +16,7 @@ from mlx_lm.models import gemma3_text, qwen3
 from mlx_lm.models.base import create_causal_mask
 
 from dflash.adapters import TargetAdapter
-from dflash.cpu_math import geglu
+from dflash.core.cpu_math import geglu
 
 from ..quick_layers import decoder_layer, self_attention
 

@@ -17,15 +17,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from tokenizers import Tokenizer
 
-from dflash.backend import keep_freed_memory
-from dflash.errors import DFlashError
-from dflash.files import exclusive_lock
+from dflash.core.backend import keep_freed_memory
+from dflash.core.errors import DFlashError
+from dflash.core.files import exclusive_lock
 
+from ...core.settings import load_settings, to_dict
 from ..data.responses import generate_responses
 from ..data.sequences import Sequences
 from ..identity import check_same_run
 from ..loop.fit import fit
-from ..settings import load_settings, to_dict
 from .target import (
     TargetSettings,
     answer_loss,
@@ -134,7 +134,7 @@ def target_stage(settings: SmallTargetSettings, tokenizer: Tokenizer) -> None:
 def small_target(settings: SmallTargetSettings) -> None:
     """Run both stages of a recipe, or what is left of them.
 
-    Raises :class:`~dflash.errors.DFlashError` if the folder belongs to another recipe or process, or the loss blows
+    Raises ``DFlashError`` if the folder belongs to another recipe or process, or the loss blows
     up, and ``OSError`` where the folder cannot be written to.
     """
     keep_freed_memory()

@@ -19,13 +19,13 @@ import numpy as np
 from mlx.utils import tree_map
 
 from dflash.adapters import find_adapter
-from dflash.cpu_math import cross_entropy
-from dflash.errors import did_you_mean
-from dflash.files import flat, write_arrays, write_json
+from dflash.core.cpu_math import cross_entropy
+from dflash.core.errors import did_you_mean
+from dflash.core.files import flat, write_arrays, write_json
 
+from ...core.settings import SettingsError, require
 from ..data.sequences import Ints, Sequences, pad_batch, plan_batches
 from ..loop.settings import FitSettings
-from ..settings import SettingsError, require
 from .quick_forward import FAMILIES, hidden_states
 
 _ADDED = ("vocab_size", "tie_word_embeddings", "eos_token_id")

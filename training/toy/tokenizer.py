@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dflash.files import write_json
+from dflash.core.files import write_json
 
 PAD, USER, ASSISTANT, END, MASK = SPECIAL_TOKENS = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|mask|>")
 

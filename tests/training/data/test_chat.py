@@ -8,9 +8,9 @@ from support.conversations import TINY, turns, with_template
 from support.models import STOP, byte_tokenizer, qwen3_model
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
-from dflash.prompts import Conversation
-from dflash.tokens import prompt_tokens
+from dflash.core.errors import DataError
+from dflash.prompts.conversations import Conversation
+from dflash.prompts.tokens import prompt_tokens
 from dflash.training.data.chat import encode, response_spans
 
 

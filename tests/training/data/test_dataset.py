@@ -12,7 +12,7 @@ from support.models import STOP, TEXT_VOCAB, byte_tokenizer, qwen3_model
 
 import dflash
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
+from dflash.core.errors import DataError
 from dflash.target.identity import target_fingerprint
 from dflash.training.data.dataset import (
     change_split,

@@ -5,7 +5,7 @@ import pytest
 from support.conversations import NO_HELDOUT, prompts, tiny_model
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
+from dflash.core.errors import DataError
 from dflash.training.data.dataset import open_dataset
 from dflash.training.data.join import join
 from dflash.training.data.prepare import HeldoutRule, PrepareSettings, prepare

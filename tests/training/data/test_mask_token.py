@@ -5,7 +5,7 @@ from support.conversations import TINY
 from support.models import MASK, START, STOP, TEXT_VOCAB, byte_tokenizer, qwen3_model
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
+from dflash.core.errors import DataError
 from dflash.training.data.mask_token import UnusedToken, require_unused, suggestion, unused_tokens
 from dflash.training.data.sequences import Sequences
 

@@ -5,7 +5,7 @@ from support.conversations import NO_HELDOUT, TINY, prompts, texts, turns, with_
 from support.models import STOP, TEXT_VOCAB, byte_tokenizer, qwen3_model
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
+from dflash.core.errors import DataError
 from dflash.training.data import responses
 from dflash.training.data.chat import encode, encode_draft
 from dflash.training.data.dataset import open_dataset

@@ -26,7 +26,7 @@ from support.conversations import (
 from support.models import STOP, byte_tokenizer, plain_greedy
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
+from dflash.core.errors import DataError
 from dflash.training.data import prepare as preparing
 from dflash.training.data.dataset import change_split, open_dataset
 from dflash.training.data.prepare import HeldoutRule, PrepareSettings, prepare
@@ -126,7 +126,7 @@ def test_stopped_before_and_after_every_file_it_ends_with_the_same_bytes(target,
         if left[0] == -1:
             raise Killed
 
-    monkeypatch.setattr("dflash.files.os.replace", killed_replace)
+    monkeypatch.setattr("dflash.core.files.os.replace", killed_replace)
     files = len(tree(tmp_path / "whole"))
     for before in range(1, files + 1):
         place = tmp_path / str(before)

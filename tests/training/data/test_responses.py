@@ -6,7 +6,7 @@ import pytest
 from support.conversations import Stopping, prompts, turns
 from support.models import plain_greedy
 
-from dflash.errors import DataError
+from dflash.core.errors import DataError
 from dflash.training.data import responses
 from dflash.training.data.chat import Row, encode
 from dflash.training.data.plan import PrepareSettings

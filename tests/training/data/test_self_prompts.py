@@ -10,8 +10,8 @@ from support.errors import refused
 from support.models import STOP, byte_tokenizer, qwen3_model
 
 from dflash import LoadedTargetModel
-from dflash.errors import DataError
-from dflash.prompts import read_conversations
+from dflash.core.errors import DataError
+from dflash.prompts.conversations import read_conversations
 from dflash.training.data import self_prompts
 from dflash.training.data.self_prompts import PromptSettings, unsuitable, user_turn, write_prompts
 

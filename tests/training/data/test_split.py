@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.conversations import prompts, turns
 
-from dflash.errors import DataError
+from dflash.core.errors import DataError
 from dflash.training.data.split import HeldoutRule, is_heldout, opening_digest
 
 DIGESTS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20).map(lambda n: np.array(n, np.uint64))

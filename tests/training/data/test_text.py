@@ -8,8 +8,8 @@ import pytest
 from support.conversations import prompts, texts, turns
 from support.models import STOP
 
-from dflash.errors import DataError
-from dflash.prompts import conversation, read_conversations
+from dflash.core.errors import DataError
+from dflash.prompts.conversations import conversation, read_conversations
 from dflash.training.data.dataset import json_line, open_dataset
 from dflash.training.data.prepare import HeldoutRule, PrepareSettings, prepare
 from dflash.training.data.text import export_dataset, read_dataset

@@ -25,9 +25,9 @@ from support.runs import read_log, recipe, result
 
 import dflash
 from dflash import load_drafter
+from dflash.core.errors import CheckpointError, TrainingError
+from dflash.core.files import flat, read_json
 from dflash.drafters.dflash2 import DFlash2Config, DFlash2DraftModel
-from dflash.errors import CheckpointError, TrainingError
-from dflash.files import flat, read_json
 from dflash.training.drafters.init import drafter_config, new_drafter
 from dflash.training.drafters.loss import drafter_loss, score
 from dflash.training.drafters.objectives import ObjectiveSettings

@@ -12,9 +12,9 @@ from support.runs import read_log, recipe, result
 
 import dflash
 from dflash import load_drafter, save_drafter
+from dflash.core.errors import TrainingError
+from dflash.core.files import flat, read_json
 from dflash.drafters.dspark import DSparkConfig, DSparkDraftModel
-from dflash.errors import TrainingError
-from dflash.files import flat, read_json
 from dflash.training.drafters.init import new_drafter
 from dflash.training.drafters.objectives import ObjectiveSettings
 from dflash.training.loop.optimizer import is_inner_matrix

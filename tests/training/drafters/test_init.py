@@ -10,8 +10,8 @@ from support.runs import recipe
 
 import dflash
 from dflash import DFlashConfig, DFlashDraftModel, register_drafter, save_drafter
+from dflash.core.errors import DFlashError, TrainingError
 from dflash.drafters.kinds import drafters
-from dflash.errors import DFlashError, TrainingError
 from dflash.target.identity import target_fingerprint
 from dflash.training.drafters.init import drafter_config, mask_token_id, new_drafter
 from dflash.training.recipe import DrafterShape

@@ -12,7 +12,8 @@ from support.dense_loss import VOCAB, dense_logits, drafter, pack_of_three, pad_
 from support.runs import write_recipe
 
 from dflash import load_drafter
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
+from dflash.core.settings import SettingsError, from_dict
 from dflash.training.drafters.loss import drafter_loss, score
 from dflash.training.drafters.objectives import (
     OBJECTIVES,
@@ -24,7 +25,6 @@ from dflash.training.drafters.objectives import (
     register_objective,
     token_cross_entropy,
 )
-from dflash.training.settings import SettingsError, from_dict
 
 
 def kl(target_logits, logits):

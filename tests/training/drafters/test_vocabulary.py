@@ -24,10 +24,10 @@ from support.runs import recipe, result
 
 import dflash
 from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target
+from dflash.core.errors import CheckpointError, DFlashError, TrainingError
+from dflash.core.files import flat
 from dflash.drafters.dflash2 import DFlash2DraftModel
 from dflash.drafters.dspark import DSparkDraftModel
-from dflash.errors import CheckpointError, DFlashError, TrainingError
-from dflash.files import flat
 from dflash.training.data.dataset import open_dataset
 from dflash.training.data.sequences import Sequences
 from dflash.training.drafters.init import new_drafter

@@ -16,9 +16,9 @@ import pytest
 from support.runs import read_log, write_dataset, write_recipe, write_target
 
 import dflash
+from dflash.core.settings import load_settings
 from dflash.training.loop.distributed import Ranks, time_limit
 from dflash.training.recipe import Recipe
-from dflash.training.settings import load_settings
 from dflash.training.train import train
 
 PROGRAM = "import sys; sys.argv[0] = 'dflash'; from dflash import cli; cli.main()"

@@ -11,7 +11,7 @@ import pytest
 from support.runs import read_log
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
-from dflash.errors import TrainingError
+from dflash.core.errors import TrainingError
 from dflash.training.loop.fit import FitSettings, _check_losses, fit
 from dflash.training.loop.optimizer import AdamWSettings, MuonSettings
 

@@ -8,10 +8,10 @@ import pytest
 from support.runs import recipe
 
 import dflash
-from dflash.files import flat
+from dflash.core.files import flat
+from dflash.core.settings import SettingsError
 from dflash.training.drafters.init import new_drafter
 from dflash.training.loop.optimizer import AdamWSettings, MuonSettings, Optimizer
-from dflash.training.settings import SettingsError
 
 
 def rates(settings: AdamWSettings | MuonSettings, steps: int) -> list[dict[str, float]]:

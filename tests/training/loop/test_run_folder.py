@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from dflash.errors import CheckpointError
+from dflash.core.errors import CheckpointError
 from dflash.training.loop.optimizer import AdamWSettings, Optimizer
 from dflash.training.loop.run_folder import (
     BEST,

@@ -4,7 +4,7 @@ import sys
 
 from support.conversations import write_lines
 
-from dflash.prompts import read_conversations
+from dflash.prompts.conversations import read_conversations
 from dflash.training.toy import stdlib_prompts
 
 

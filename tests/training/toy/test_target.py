@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dflash import load_target
+from dflash.core.settings import SettingsError
 from dflash.training.loop.fit import FitSettings
-from dflash.training.settings import SettingsError
 from dflash.training.toy.quick_forward import FAMILIES
 from dflash.training.toy.target import (
     TargetSettings,

@@ -1,0 +1,1 @@
+"""Foundations: errors, files, registries, settings, devices. They know no model and nothing of decoding."""

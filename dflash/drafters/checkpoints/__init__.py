@@ -1,0 +1,1 @@
+"""Drafters' files, ours and those of others: configs, weights, packagings, quantisation, partial vocabularies."""

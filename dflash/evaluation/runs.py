@@ -1,0 +1,351 @@
+"""Answers with their times: plain mlx_lm and DFlash on the same prompts, in turns.
+
+Knows how to time a stream of tokens. Must not know the command line, tokenizers, how results are shown, or how
+an answer is judged.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.generate import generation_stream
+
+from ..core.errors import DFlashError, GenerationError, one_line
+from ..decoding.sampling import GREEDY, LogitsProcessor, Sampler, set_random_state
+from ..generate import DFlashSpeculativeDecoder
+from ..policies.threads import DecodeThreads
+from ..prompts.conversations import Conversation
+from ..target import LoadedTargetModel
+from .identity import Difference, find_difference
+
+PLAIN, DFLASH = "plain mlx_lm", "DFlash"
+PIECE = 16  # tokens of a turn where sides answer together
+
+
+class Step(NamedTuple):
+    """New tokens, the text that became certain, and for a block how many tokens were drafted and accepted."""
+
+    tokens: list[int]
+    text: str
+    block: tuple[int, int] | None = None
+
+
+Side = Callable[[list[int]], Iterator[Step]]
+"""One way to answer a prompt of token ids. Its first step brings exactly one token."""
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """A request as text (to be shown), as token ids, and, where known, plain data to judge its answer by.
+
+    ``kind`` tells which row of a table it belongs to; ``conversation`` is where it comes from, if that goes on after
+    the answer.
+    """
+
+    text: str
+    tokens: list[int]
+    check: dict[str, Any] | None = None
+    kind: str | None = None
+    conversation: Conversation | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One side's answer.
+
+    Args:
+        tokens: What was generated.
+        text: The same as text.
+        seconds: Time since the first token.
+        committed: Tokens that each block committed, those after a stop token left out; empty for plain decoding.
+        drafted: Tokens that each block drafted.
+        accepted: Drafts that each block accepted.
+        request_seconds: Time of the whole request, its prompt included. A side that computes its second token before
+            it hands over the first, as ``mlx_lm`` does, has that pass in here alone.
+    """
+
+    tokens: list[int]
+    text: str
+    seconds: float
+    committed: list[int]
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    request_seconds: float = 0.0
+
+    @property
+    def tps(self) -> float | None:
+        """Tokens after the first per second since the first; ``None`` where there is only one."""
+        return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 and self.seconds > 0 else None
+
+    @property
+    def request_tps(self) -> float | None:
+        """All tokens per second since the request; ``None`` where nobody timed it."""
+        return len(self.tokens) / self.request_seconds if self.request_seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """All runs of one prompt, plain and with one drafter; run ``i`` of one side belongs to run ``i`` of the other."""
+
+    prompt: BenchPrompt
+    plain: list[Run]
+    dflash: list[Run]
+    difference: Difference | None
+
+    @property
+    def ratios(self) -> list[float]:
+        """DFlash's speed over plain's, run by run, where both have one."""
+        return self._ratios(lambda run: run.tps)
+
+    @property
+    def request_ratios(self) -> list[float]:
+        """The same for whole requests."""
+        return self._ratios(lambda run: run.request_tps)
+
+    def _ratios(self, speed: Callable[[Run], float | None]) -> list[float]:
+        pairs = [(speed(p), speed(d)) for p, d in zip(self.plain, self.dflash, strict=True)]
+        return [dflash / plain for plain, dflash in pairs if plain is not None and dflash is not None]
+
+
+def plain_side(
+    target: LoadedTargetModel,
+    max_tokens: int,
+    longest: int | None = None,
+    sampler: Sampler = GREEDY,
+    logits_processors: list[LogitsProcessor] | None = None,
+) -> Side:
+    """``mlx_lm.stream_generate`` as its users call it; prompt and answer have at most ``longest`` tokens.
+
+    Raises ``GenerationError`` for fewer than one token: -1 would mean no end to mlx-lm.
+    """
+    if max_tokens < 1:
+        raise GenerationError(f"max_tokens must be at least 1 to compare, got {max_tokens}.")
+    options: dict[str, Any] = {"sampler": sampler, "logits_processors": logits_processors}
+
+    def answer(prompt: list[int]) -> Iterator[Step]:
+        room = _room(max_tokens, longest, prompt)
+        stream = mlx_lm.stream_generate(target.model, target.tokenizer, prompt, room, **options)
+        return (Step([r.token], r.text) for r in stream)
+
+    return answer
+
+
+def dflash_side(
+    decoder: DFlashSpeculativeDecoder,
+    max_tokens: int,
+    temperature: float = 0.0,
+    longest: int | None = None,
+    **options: Any,
+) -> Side:
+    """:meth:`~dflash.DFlashSpeculativeDecoder.stream_generate` as its users call it, with its ``options``."""
+
+    def answer(prompt: list[int]) -> Iterator[Step]:
+        stream = decoder.stream_generate(prompt, _room(max_tokens, longest, prompt), temperature, **options)
+        for i, r in enumerate(stream):  # the first token is the prompt's own pass, which is no block
+            yield Step(r.tokens, r.text, (len(r.drafted), r.accepted) if i else None)
+
+    return answer
+
+
+def _room(max_tokens: int, longest: int | None, prompt: list[int]) -> int:
+    return max_tokens if longest is None else max(1, min(max_tokens, longest - len(prompt)))
+
+
+def time_side(side: Side, prompt: list[int], show: Callable[[str], object] | None = None) -> Run:
+    """Let ``side`` answer and take the time; ``show`` gets the text piece by piece."""
+    mx.synchronize(generation_stream)  # plain decoding leaves one step more than it needs in flight
+    steps: list[Step] = []
+    began = first = now = time.perf_counter()
+    for step in side(prompt):
+        now = time.perf_counter()
+        first = first if steps else now
+        steps.append(step)
+        if show is not None:
+            show(step.text)
+    return _finished(steps, now - first, now - began)
+
+
+def _finished(steps: Sequence[Step], seconds: float, request_seconds: float) -> Run:
+    blocks = [(len(s.tokens), *s.block) for s in steps if s.block]
+    committed, drafted, accepted = ([block[i] for block in blocks] for i in range(3))
+    tokens, text = [token for s in steps for token in s.tokens], "".join(s.text for s in steps)
+    return Run(tokens, text, seconds, committed, drafted, accepted, request_seconds)
+
+
+class _Answer:
+    """A side's answer that is advanced piece by piece, with a random state and a stream of its own.
+
+    Only its own time counts. A piece ends when the device has done what the side has asked of it so far.
+    """
+
+    def __init__(self, side: Side, prompt: list[int], seed: int):
+        mx.random.seed(seed)
+        self.finished, self._random_state = False, _random_state()
+        self._stream = mx.default_stream(mx.default_device())
+        self._coming, self._steps = iter(side(prompt)), list[Step]()
+        self._tokens, self._seconds, self._request_seconds = 0, 0.0, 0.0
+
+    def advance(self, tokens: int) -> None:
+        """Until the answer has so many tokens, or ends."""
+        others = mx.default_stream(mx.default_device())
+        mx.set_default_stream(self._stream)  # a generator that waits within mx.stream would leave its own to the others
+        set_random_state(self._random_state)
+        try:
+            self._advance(tokens)
+        finally:
+            self._random_state, self._stream = _random_state(), mx.default_stream(mx.default_device())
+            mx.set_default_stream(others)
+
+    def _advance(self, tokens: int) -> None:
+        while self._tokens < tokens and not self.finished:
+            began = time.perf_counter()
+            step = next(self._coming, None)
+            took = time.perf_counter() - began
+            if step is None:
+                self.finished = True
+                break
+            self._request_seconds += took
+            self._seconds += took if self._steps else 0.0
+            self._steps.append(step)
+            self._tokens += len(step.tokens)
+        began = time.perf_counter()
+        mx.synchronize(self._stream)
+        mx.synchronize(generation_stream)
+        if not self.finished:  # what is under way then is a part of this answer
+            waited = time.perf_counter() - began
+            self._request_seconds += waited
+            self._seconds += waited
+
+    def close(self) -> None:
+        """Let the side give back what it holds."""
+        if hasattr(self._coming, "close"):
+            self._coming.close()
+
+    def run(self) -> Run:
+        """The answer so far."""
+        return _finished(self._steps, self._seconds, self._request_seconds)
+
+
+def _random_state() -> list[int]:
+    state: Any = mx.random.state
+    return state[0].tolist()
+
+
+def compare(
+    target: LoadedTargetModel,
+    plain: Side,
+    drafters: Mapping[str, Side],
+    prompts: Sequence[BenchPrompt],
+    runs: int = 1,
+    *,
+    greedy: bool = True,
+    seed: int = 0,
+    on_failure: Callable[[DFlashError], object] | None = None,
+    threads: DecodeThreads | None = None,
+    together: bool = False,
+) -> Iterator[dict[str, PromptResult]]:
+    """Answer every prompt ``runs`` times by plain decoding and each drafter in turns, the first to go changing.
+
+    One uncounted run of each side on the first prompt comes first. Yields the results of a prompt by the name of
+    the drafter. Unless ``greedy``, tokens are not compared: a rounding can turn a draw. All sides answer
+    with the number of BLAS threads that ``threads`` chose before the first prompt.
+
+    With ``together`` the turns are pieces of ``PIECE`` tokens, not whole answers: on a shared machine, whose speed
+    moves by a third within seconds, all sides then meet the same. Each piece pays a little for what the one before it
+    left in the processor's caches, so the order is drawn anew each turn.
+
+    Raises ``DFlashError``, naming side and prompt, if one side fails; with ``on_failure`` it
+    goes there instead, and the next prompt follows.
+    """
+    if runs < 1:
+        raise GenerationError(f"runs must be at least 1, got {runs}.")
+    sides = {PLAIN: plain, **drafters}
+    warm = False
+    for i, prompt in enumerate(prompts):
+        try:
+            with threads.in_use() if threads is not None else nullcontext():
+                if not warm:
+                    for name in sides:
+                        _run(sides, name, prompt, i + 1)
+                warm = True
+                done = (_together if together else _in_turns)(sides, prompt, i, runs, seed)
+        except DFlashError as error:
+            if on_failure is None:
+                raise
+            on_failure(error)
+            continue
+        results = {}
+        for name in drafters:
+            found = find_difference(target, prompt.tokens, *_pairs(done[PLAIN], done[name])) if greedy else None
+            results[name] = PromptResult(prompt, done[PLAIN], done[name], found)
+        yield results
+
+
+def _in_turns(
+    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int
+) -> dict[str, list[Run]]:
+    done: dict[str, list[Run]] = {name: [] for name in sides}
+    names = list(sides)
+    for run in range(runs):
+        for name in _rotated(names, number + run):
+            mx.random.seed(seed + run)
+            done[name].append(_run(sides, name, prompt, number + 1))
+    return done
+
+
+def _together(
+    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int
+) -> dict[str, list[Run]]:
+    done: dict[str, list[Run]] = {name: [] for name in sides}
+    for run in range(runs):
+        answers: dict[str, _Answer] = {}
+        for name, side in sides.items():
+            with _failures_named(name, number + 1):
+                answers[name] = _Answer(side, prompt.tokens, seed + run)
+        length, turn = 1, number + run
+        try:
+            while coming := [name for name, answer in answers.items() if not answer.finished]:
+                for name in random.Random(turn).sample(coming, len(coming)):
+                    with _failures_named(name, number + 1):
+                        answers[name].advance(length)
+                length, turn = length + PIECE, turn + 1
+        finally:
+            for answer in answers.values():
+                answer.close()
+        for name, answer in answers.items():
+            done[name].append(_checked(answer.run(), name, number + 1))
+    return done
+
+
+def _run(sides: Mapping[str, Side], name: str, prompt: BenchPrompt, number: int) -> Run:
+    with _failures_named(name, number):
+        run = time_side(sides[name], prompt.tokens)
+    return _checked(run, name, number)
+
+
+def _rotated(names: list[str], turn: int) -> list[str]:
+    first = turn % len(names)
+    return names[first:] + names[:first]
+
+
+def _pairs(plain: list[Run], dflash: list[Run]) -> tuple[list[list[int]], list[list[int]]]:
+    return [run.tokens for run in plain], [run.tokens for run in dflash]
+
+
+@contextmanager
+def _failures_named(name: str, number: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a model, a kernel or another package's drafter raises
+        raise DFlashError(f"{name} failed on prompt {number}: {one_line(error)}") from error
+
+
+def _checked(run: Run, name: str, number: int) -> Run:
+    if not run.tokens:
+        raise DFlashError(f"{name} wrote nothing for prompt {number}.")
+    return run

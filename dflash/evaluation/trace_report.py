@@ -1,0 +1,306 @@
+"""One page that shows traces: the text by blocks, what each model thought, and plots. It needs no network.
+
+Knows the records and tables of traces, HTML and the page's style sheet and script. Must not know how a quantity is
+computed, or how a trace came about.
+"""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import DataError
+from ..decoding.profile import PARTS
+from ..decoding.trace import Record, shown_pieces
+from . import svg
+from .svg import Line
+from .traces import (
+    Request,
+    Traces,
+    acceptance_counts,
+    calibration,
+    calibration_error,
+    summary,
+    survival,
+    time_by_part,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TEXTS = 8
+"""Prompts whose answers are shown; plots and figures are of all."""
+HINT = "Point at a block, tap it, or press Tab and the arrow keys, to see what was drafted and what the target thought."
+
+
+def report(traces: Traces, texts: int = TEXTS) -> str:
+    """The page as HTML: figures, the answers to the first ``texts`` prompts, plots.
+
+    Answers of several traces to one prompt stand side by side. Raises ``DataError`` for fewer
+    than one text.
+    """
+    if texts < 1:
+        raise DataError(f"A report shows at least one text, got {texts}.")
+    prompts = list(dict.fromkeys(request.prompt for request in traces.records))
+    shown = [[r for r in traces.records if r.prompt == prompt] for prompt in prompts[:texts]]
+    data: list[list[dict[str, Any]]] = []
+    articles = []
+    for number, requests in enumerate(shown, 1):
+        sides = []
+        for request in requests:
+            sides.append(_side(request, len(data), traces))
+            data.append(_text_data(request))
+        articles.append(_article(number, requests, sides))
+    left_out = f"The first {texts} of {len(prompts)} prompts are shown." if len(prompts) > texts else ""
+    return Template(_page("page.html")).substitute(
+        title=escape(f"DFlash: {', '.join(traces.names)}"),
+        style=_page("style.css"),
+        subtitle=escape(_subtitle(traces)),
+        figures=_figures(traces),
+        hint=escape(HINT),
+        left_out=left_out,
+        articles="".join(articles),
+        plots="".join(_plots(traces)),
+        # "</" would end the script, wherever it stands in a text.
+        data=json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/"),
+        script=_page("script.js"),
+    )
+
+
+def _page(name: str) -> str:
+    return files(__package__).joinpath("page", name).read_text(encoding="utf-8")
+
+
+# --- figures -----------------------------------------------------------------------------------------------
+
+
+def _subtitle(traces: Traces) -> str:
+    about = traces.records[0].about
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return f"Target {_model(about['target'])}. {about['date']}, {about['device']}; {versions}."
+
+
+def _figures(traces: Traces) -> str:
+    """A table with a column for each trace, which a phone has room for."""
+    rows: dict[str, list[str]] = {"drafter, options": [_how(_first(traces, name)) for name in traces.names]}
+    for row in summary(traces).to_dict("records"):
+        figures = {
+            "tokens per block": _with_limits(row, "acceptance_length", 2),
+            "tokens/s": _with_limits(row, "tokens_per_second", 1),
+            "calibration error": _number(row["calibration_error"], 3),
+            "requests": str(row["requests"]),
+            "tokens": str(row["tokens"]),
+        }
+        for name, figure in figures.items():
+            rows.setdefault(name, []).append(figure)
+    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in traces.names)
+    body = "".join(
+        f"<tr><th scope=row>{name}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+        for name, values in rows.items()
+    )
+    note = "In brackets: 95 % intervals over prompts." if len(traces.requests) > len(traces.names) else ""
+    return (
+        "<div class=scroll tabindex=0 role=group aria-label='Figures by trace'><table class=figures>"
+        f"<thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div><p class=muted>{note}</p>"
+    )
+
+
+def _first(traces: Traces, name: str) -> Request:
+    return next(request for request in traces.records if request.trace == name)
+
+
+def _with_limits(row: dict[str, Any], name: str, digits: int) -> str:
+    value, low, high = (row[name + end] for end in ("", "_low", "_high"))
+    limits = "" if low is None or low != low else f" ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{_number(value, digits)}{limits}"
+
+
+def _number(value: float, digits: int) -> str:
+    return "-" if value != value else f"{value:.{digits}f}"
+
+
+def _how(request: Request) -> str:
+    shown = {name: value for name, value in request.about["options"].items() if name != "max_tokens"}
+    options = ", ".join(f"{name} {value}" for name, value in shown.items())
+    return f"{_model(request.about['drafter'])}{', ' + options if options else ''}"
+
+
+def _model(name: str) -> str:
+    """A local path says enough by its last two parts."""
+    return "/".join(name.rstrip("/").split("/")[-2:])
+
+
+# --- texts -------------------------------------------------------------------------------------------------
+
+
+def _article(number: int, requests: Sequence[Request], sides: Sequence[str]) -> str:
+    prompt = escape(requests[0].about["prompt"])
+    several = " several" if len(sides) > 1 else ""
+    same = "" if len(sides) == 1 else f"<p class=muted>{_agreement(requests)}</p>"
+    return (
+        f"<article><h3>Prompt {number}</h3>"
+        f"<details><summary>Show the prompt</summary><pre tabindex=0>{prompt}</pre></details>"
+        f'{same}<div class="sides{several}">{"".join(sides)}</div></article>'
+    )
+
+
+def _agreement(requests: Sequence[Request]) -> str:
+    texts = {"".join(block["text"] for block in request.blocks) for request in requests}
+    return "All wrote the same text." if len(texts) == 1 else f"{len(texts)} different texts were written."
+
+
+def _side(request: Request, index: int, traces: Traces) -> str:
+    """One answer; each of its blocks can be pointed at, and a link to one ends with ``#text0-block3``."""
+    blocks = request.blocks
+    drafted = [block for block in blocks[1:] if not block["asleep"]]
+    tokens = sum(len(block["tokens"]) for block in blocks)
+    mean = sum(len(block["tokens"]) for block in drafted) / len(drafted) if drafted else float("nan")
+    row = traces.requests[(traces.requests.trace == request.trace) & (traces.requests.request == request.number)]
+    facts = f"{tokens} tokens, {len(drafted)} blocks of {_number(mean, 2)} tokens, "
+    facts += f"{_number(float(row.tokens_per_second.iloc[0]), 1)} tokens/s"
+    texts: dict[str, str] = {}
+    for block in blocks:
+        texts |= block["texts"]
+    by_block: dict[int, list[tuple[str, int]]] = {block["number"]: [] for block in blocks}
+    for pieces in shown_pieces(blocks):
+        for piece, number, token in pieces:
+            by_block[number].append((piece, token))
+    spans = [_span(request, block, by_block[block["number"]], index, texts) for block in blocks]
+    name = escape(request.trace)
+    return (
+        f"<section><h4>{name}</h4><p class=facts>{escape(_how(request))}</p><p class=facts>{facts}</p>"
+        f'<div class=text role=group aria-label="Text of {name}, by blocks">{"".join(spans)}</div></section>'
+    )
+
+
+def _span(request: Request, block: Record, pieces: list[tuple[str, int]], index: int, texts: dict[str, str]) -> str:
+    number = block["number"]
+    runs: list[tuple[str, str]] = []
+    for piece, token in pieces:
+        kind = "plain" if block["asleep"] else "accepted" if token < block["accepted"] else "own"
+        runs = [*runs[:-1], (kind, runs[-1][1] + piece)] if runs and runs[-1][0] == kind else [*runs, (kind, piece)]
+    inside = "".join(f"<span class={kind}>{escape(text)}</span>" for kind, text in runs)
+    rejected = "".join(texts[str(token)] for token in block["drafts"][block["accepted"] : block["verified"]])
+    if rejected:
+        inside += f"<del class=tail>{escape(rejected.replace(chr(10), '⏎'))}</del>"
+    return (
+        f"<span class=block id=text{index}-block{number} role=button aria-pressed=false aria-controls=detail "
+        f"tabindex={0 if number == 0 else -1} data-text={index} data-block={number} "
+        f'data-trace="{escape(request.trace)}">{inside}</span>'
+    )
+
+
+def _text_data(request: Request) -> list[dict[str, Any]]:
+    """What the script shows of each block."""
+    texts: dict[str, str] = {}
+    data = []
+    for block in request.blocks:
+        texts |= block["texts"]
+        chances = block.get("draft_probability", [None] * len(block["drafts"]))
+        data.append(
+            {
+                "number": block["number"],
+                "position": block["position"],
+                "asleep": block["asleep"],
+                "source": block["source"],
+                "tokens": len(block["tokens"]),
+                "verified": block["verified"],
+                "accepted": block["accepted"],
+                "drafts": [[texts[str(t)], p] for t, p in zip(block["drafts"], chances, strict=True)],
+                "draft": _likeliest(block.get("draft_top"), texts),
+                "target": _likeliest(block.get("target_top"), texts),
+                "ms": {part: round(1000 * seconds, 2) for part, seconds in block["seconds"].items()},
+                "why": block["why"],
+            }
+        )
+    return data
+
+
+def _likeliest(top: dict[str, Any] | None, texts: dict[str, str]) -> list[list[tuple[str, float]]]:
+    if top is None:
+        return []
+    rows = zip(top["tokens"], top["probabilities"], strict=True)
+    return [[(texts[str(t)], round(p, 4)) for t, p in zip(*row, strict=True)] for row in rows]
+
+
+# --- plots -------------------------------------------------------------------------------------------------
+
+
+def _plots(traces: Traces) -> list[str]:
+    return [_survival_plot(traces), _counts_plot(traces), _calibration_plot(traces), _time_plot(traces)]
+
+
+def _of(table: "pd.DataFrame", name: str) -> "pd.DataFrame":
+    return table[table.trace == name]
+
+
+def _survival_plot(traces: Traces) -> str:
+    tables = {name: survival(_of(traces.drafts, name)) for name in traces.names}
+    lines = [
+        Line(name, *(t[key].tolist() for key in ("position", "survival", "low", "high"))) for name, t in tables.items()
+    ]
+    last = max((max(line.x) for line in lines if line.x), default=2)
+    said = "; ".join(
+        f"{line.name} {line.y[0]:.0%} at 1 and {line.y[-1]:.0%} at {line.x[-1]}" for line in lines if line.x
+    )
+    plot = svg.line_plot(lines, "position in the block", "blocks", (1, max(last, 2)), f"Survival by position: {said}")
+    note = "Of verified drafts: blocks that accepted every draft up to a position, of those that checked it."
+    if (traces.blocks.verified < traces.blocks.proposed).any():
+        note += " A policy that checks more drafts of good blocks makes this rise: compare with --policy full."
+    if any(table.low.notna().any() for table in tables.values()):
+        note += " Bands are 95 % intervals over prompts."
+    return _figure("How far drafts survive", plot, note, traces.names, list(tables.items()))
+
+
+def _counts_plot(traces: Traces) -> str:
+    counts = {name: acceptance_counts(_of(traces.blocks, name)) for name in traces.names}
+    groups = [(name, (c / max(c.sum(), 1)).tolist()) for name, c in counts.items()]
+    said = "; ".join(f"{name} most often {max(range(len(y)), key=y.__getitem__)}" for name, y in groups)
+    plot = svg.bar_plot(groups, "drafts accepted", "blocks", f"Drafts accepted by a block: {said}")
+    tables = [(name, c.rename_axis("accepted").reset_index()) for name, c in counts.items()]
+    return _figure("Drafts accepted by a block", plot, "Share of the blocks.", traces.names, tables)
+
+
+def _calibration_plot(traces: Traces) -> str:
+    tables = {name: calibration(_of(traces.drafts, name)) for name in traces.names}
+    known = {name: table for name, table in tables.items() if len(table)}
+    lines = [Line(name, t.probability.tolist(), t.accepted.tolist()) for name, t in tables.items()]
+    errors = "; ".join(f"{name} {calibration_error(table):.3f}" for name, table in known.items())
+    label = f"Calibration of the drafter's probabilities; expected error: {errors or 'none states probabilities'}"
+    plot = svg.diagonal_plot(lines, "the drafter's probability", "accepted", label)
+    note = (
+        f"Drafts that were reached, by what the drafter thought of them. Expected calibration error: {errors or '-'}."
+    )
+    return _figure("Is the drafter right about itself?", plot, note, traces.names, list(known.items()))
+
+
+def _time_plot(traces: Traces) -> str:
+    times = {}
+    for name in traces.names:
+        tokens = _of(traces.requests, name).tokens.sum()
+        times[name] = 1000 * time_by_part(_of(traces.blocks, name)) / tokens
+    rows = [(name, [(part, float(parts[part])) for part in PARTS]) for name, parts in times.items()]
+    said = "; ".join(f"{name} {parts.sum():.2f} ms a token" for name, parts in times.items())
+    plot = svg.stacked_bars(rows, "ms a token", f"Time by part: {said}")
+    apart = all(request.about["parts_apart"] for request in traces.records)
+    note = "" if apart else " Parts overlap on the device; record with --profile to keep them apart."
+    tables = [(name, p.round(3).rename("ms").rename_axis("part").reset_index()) for name, p in times.items()]
+    return _figure("Where the time goes", plot, f"Milliseconds for each token of the answers.{note}", [], tables)
+
+
+def _figure(
+    title: str, plot: str, note: str, names: Sequence[str], tables: Sequence[tuple[str, "pd.DataFrame"]]
+) -> str:
+    series = "".join(f"<li class=n{i % svg.SERIES}>{escape(name)}</li>" for i, name in enumerate(names))
+    key = f"<ul class=names>{series}</ul>" if len(names) > 1 else ""
+    values = "".join(
+        f"<p>{escape(name)}</p>{table.to_html(index=False, border=0, na_rep='-', float_format=lambda v: f'{v:.3g}')}"
+        for name, table in tables
+    )
+    return (
+        f"<figure><h3>{title}</h3>{key}{plot}<figcaption>{escape(note)}</figcaption>"
+        "<details><summary>Values</summary>"
+        f"<div class=scroll tabindex=0 role=group aria-label='{title}, values'>{values}</div></details></figure>"
+    )

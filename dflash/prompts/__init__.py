@@ -1,0 +1,1 @@
+"""Requests: conversations from files and from the hub, their token ids, and caches kept between them."""

@@ -1,0 +1,248 @@
+"""Conversations, read from JSONL or from a dataset on the hub: the one reader of every command.
+
+Knows what a line may look like. Must not know tokenizers, targets or what becomes of the conversations.
+
+A line is ``{"prompt": str}``, ``{"prompt": str, "response": str}`` (``"completion"`` too) or
+``{"messages": [{"role": str, "content": str}, ...]}``; mlx-lm's own forms are among them. Other keys are kept as
+they are. With a template such as ``"Question: {question}"`` a line's own keys make the prompt.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dflash.core.errors import DataError, install_extra, one_line
+from dflash.core.files import is_hub_name
+
+_OURS = ("messages", "prompt", "response", "completion")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_FORMS = '{"prompt": "..."}, {"prompt": "...", "response": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in order, as chat templates take them; ``where`` they came from is for error messages only.
+
+    ``extra`` holds the other keys of the line, such as the answer that a prompt expects; ``later`` is what the user
+    says after the answers, one turn after each.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    where: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    later: tuple[str, ...] = ()
+
+    @property
+    def answered(self) -> bool:
+        """Whether the last message is a response."""
+        return self.messages[-1]["role"] == "assistant"
+
+    def unanswered(self) -> "Conversation":
+        """The same without its last response."""
+        last = max(i for i, message in enumerate(self.messages) if message["role"] != "assistant")
+        return replace(self, messages=self.messages[: last + 1])
+
+    def after(self, answer: str) -> "Conversation":
+        """The same with ``answer`` and the next of the ``later`` turns."""
+        said = {"role": "assistant", "content": answer}, {"role": "user", "content": self.later[0]}
+        return replace(self, messages=(*self.messages, *said), later=self.later[1:])
+
+    def with_system(self, text: str) -> "Conversation":
+        """The same with ``text`` as its system prompt, unless it has one."""
+        if self.messages[0]["role"] in ("system", "developer"):
+            return self
+        return replace(self, messages=({"role": "system", "content": text}, *self.messages))
+
+    @property
+    def opening(self) -> tuple[dict[str, str], ...]:
+        """The messages before the first response."""
+        roles = [message["role"] for message in self.messages]
+        return self.messages[: roles.index("assistant")] if "assistant" in roles else self.messages
+
+
+def digest(conversations: Iterable[Conversation]) -> str:
+    """SHA-256 of all messages and later turns, in order."""
+    total = hashlib.sha256()
+    for conversation in conversations:
+        later = [{"role": "user", "content": turn} for turn in conversation.later]
+        total.update(message_bytes([*conversation.messages, *later]) + b"\n")
+    return total.hexdigest()
+
+
+def message_bytes(messages: Iterable[dict[str, str]]) -> bytes:
+    """Messages as bytes, equal for equal messages."""
+    return json.dumps([(m["role"], m["content"]) for m in messages]).encode()
+
+
+def read_conversations(
+    source: str | Path,
+    *,
+    template: str | None = None,
+    limit: int | None = None,
+    split: str | None = None,
+    subset: str | None = None,
+    turns: str | None = None,
+) -> list[Conversation]:
+    """Conversations of a JSONL file, or of a hub dataset ``org/name`` (the only case that uses the network).
+
+    A ``template`` makes the prompt from a line's keys, by ``str.format``: ``"Question: {question}"``. A ``limit``
+    reads only that many lines, the first. ``split`` (``"train"`` unless given) and ``subset`` choose a part of a hub
+    dataset, as in ``datasets.load_dataset``. ``turns`` names the key that holds the user's turns, a list of texts; the
+    first is the prompt. A :class:`~pathlib.Path` is always a file.
+
+    Raises ``DataError``, naming the line.
+    """
+    path = Path(source)
+    if limit is not None and limit < 1:
+        raise DataError(f"limit must be at least 1, got {limit}.")
+    if path.exists():
+        if split is not None or subset is not None:
+            option = "--split" if split is not None else "--subset"
+            raise DataError(f"{source} is a file; {option} chooses a part of a hub dataset. Leave the option out.")
+        rows: Iterator[tuple[str, Any]] = _jsonl_rows(path)
+    elif isinstance(source, str) and is_hub_name(source) and path.suffix not in (".json", ".jsonl"):
+        rows = _hub_rows(source, split or "train", subset)
+    else:
+        raise DataError(
+            f"There is no file {str(source)!r}; expected a JSONL file"
+            + (" or a hub dataset such as 'org/name'." if isinstance(source, str) else ".")
+        )
+    conversations = [conversation(row, where, template, turns) for where, row in islice(rows, limit)]
+    if not conversations:
+        raise DataError(f"{source} is empty; expected lines such as {_FORMS}.")
+    return conversations
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every line that is not blank, after its place in the file."""
+    try:
+        with path.open("rb") as file:  # str.splitlines would also split at U+2028, which JSON text may hold
+            for number, line in enumerate(file, 1):
+                where = f"{path}, line {number}"
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if line.strip():
+                    yield where, _parse(line, where)
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from error
+
+
+def _parse(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {error.start + 1} is not UTF-8 text; save the file as UTF-8.") from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where} is not valid JSON ({error.msg}, character {error.pos + 1}); expected one object a line, {_FORMS}."
+        ) from error
+    except RecursionError as error:
+        raise DataError(f"{where} is nested too deeply to read; expected {_FORMS}.") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise DataError(f"{where} cannot be read: {one_line(error)}; expected {_FORMS}.") from error
+
+
+def _hub_rows(name: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+    try:
+        from datasets import load_dataset  # an extra: nothing else needs it
+    except ImportError as error:
+        raise DataError(
+            f"There is no file {name!r}, and hub datasets need the 'datasets' package: "
+            f"{install_extra('hub')}, or give a JSONL file."
+        ) from error
+    try:
+        rows = load_dataset(name, subset, split=split)
+    except Exception as error:  # the hub client raises many unrelated kinds
+        raise DataError(f"Cannot load split {split!r} of the hub dataset {name!r}: {one_line(error)}") from error
+    for number, row in enumerate(rows):
+        yield f"{name} [{split}], row {number}", row
+
+
+def conversation(row: Any, where: str, template: str | None = None, turns: str | None = None) -> Conversation:
+    """One line as a conversation. Raises ``DataError``, naming ``where``."""
+    if not isinstance(row, dict):
+        raise DataError(f"{where} must hold an object, not a {type(row).__name__}; expected {_FORMS}.")
+    if turns is not None:
+        return _with_turns(row, where, turns)
+    if template is not None:
+        messages: Any = _exchange(row | {"prompt": _filled(template, row, where)}, where)
+    elif "messages" in row:
+        messages = row["messages"]
+    elif "prompt" in row:
+        messages = _exchange(row, where)
+    else:
+        keys = ", ".join(map(repr, row)) or "none"
+        text = next((key for key, value in row.items() if isinstance(value, str) and key.isidentifier()), "question")
+        raise DataError(
+            f"{where} has no 'prompt' or 'messages' (its keys: {keys}); make a prompt of other keys with "
+            f"--template, such as --template '{{{text}}}'."
+        )
+    extra = {key: value for key, value in row.items() if key not in _OURS}
+    return Conversation(_checked(messages, where), where, extra)
+
+
+def _with_turns(row: dict[str, Any], where: str, key: str) -> Conversation:
+    if not isinstance(row.get(key), list) or not row[key]:
+        raise DataError(f"{where}: {key!r} must be a list of the user's turns, got {_short(row.get(key))}.")
+    first, *later = _checked([{"role": "user", "content": turn} for turn in row[key]], where)
+    extra = {name: value for name, value in row.items() if name not in (*_OURS, key)}
+    return Conversation((first,), where, extra, tuple(message["content"] for message in later))
+
+
+def _exchange(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """A prompt and, if the line has one, its response."""
+    given = [row[name] for name in ("response", "completion") if name in row]
+    if len(given) > 1:
+        raise DataError(f"{where} has both 'response' and 'completion'; expected one of them.")
+    messages = [{"role": "user", "content": row["prompt"]}]
+    return messages + [{"role": "assistant", "content": text} for text in given]
+
+
+def _filled(template: str, row: dict[str, Any], where: str) -> str:
+    try:
+        return template.format_map(row)
+    except KeyError as error:
+        keys = ", ".join(map(repr, row))
+        raise DataError(f"{where} has no {error} for the template {template!r}; its keys: {keys}.") from error
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise DataError(f"The template {template!r} does not fit {where}: {error}.") from error
+
+
+def _checked(messages: Any, where: str) -> tuple[dict[str, str], ...]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: 'messages' must be a list of at least one message, got {_short(messages)}.")
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(f"{where}: a message must have 'role' and 'content', got {_short(message)}.")
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise DataError(f"{where}: the role {_short(role)} is not known; expected one of {', '.join(ROLES)}.")
+        if not isinstance(content, str):
+            raise DataError(f"{where}: the text of the {role} must be a string, got {_short(content)}.")
+        if role == "user" and not content.strip():
+            raise DataError(f"{where}: the prompt is empty; expected some text.")
+        if not _encodable(content):
+            raise DataError(f"{where}: the text of the {role} holds half a surrogate pair, which is not valid text.")
+    roles = [message["role"] for message in messages]
+    if "user" not in roles[: roles.index("assistant") if "assistant" in roles else None]:
+        raise DataError(f"{where} has no message of the user before the first response; expected a prompt.")
+    if roles[-1] in ("system", "developer"):
+        raise DataError(f"{where} ends with the role {roles[-1]!r}; expected a prompt or a response last.")
+    return tuple({"role": m["role"], "content": m["content"]} for m in messages)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

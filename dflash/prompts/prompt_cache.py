@@ -1,0 +1,245 @@
+"""A prompt that is read once: the caches of target and drafter, kept between requests, saved and loaded.
+
+The file is mlx-lm's (``mlx_lm.cache_prompt``, ``mlx_lm.models.cache.save_prompt_cache``): the target's caches, one a
+layer. Ours goes on with the tokens and the drafter's context, as caches too, which mlx-lm loads and does not use.
+Knows caches, token ids and this file. Must not know text, or how tokens are decoded.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import (
+    ArraysCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+from ..core.errors import GenerationError, IncompatibleModelsError, one_line
+from ..core.files import atomic_write
+from ..drafters.context import ContextCache
+from ..drafters.protocol import Drafter
+from ..target import LoadedTargetModel, TargetCache
+from ..target.caches import KeptWindowCache, Quantization
+from ..target.identity import model_fingerprint, target_fingerprint
+from ..target.rewind import cache_name
+
+logger = logging.getLogger(__name__)
+
+KEY = "dflash"
+UNKNOWN = 0
+"""The id that stands for each token of a file of mlx-lm's, which does not tell them."""
+
+
+class PromptCache:
+    """What target and drafter hold of a beginning of the text, to continue it without reading it again.
+
+    It never changes the text: a request's prompt is given whole, and what of it is held is not read again. After the
+    request the cache holds the prompt and the answer, so that the next turn of a conversation continues it. Where the
+    next prompt goes another way, the caches go back to where the two part; those that cannot (sliding windows that
+    have moved on, recurrent states) begin anew.
+
+    Args:
+        target: The target, whose caches it holds.
+        drafter: The drafter, bound to ``target``.
+        cache_options: As in :meth:`~dflash.LoadedTargetModel.make_cache`.
+    """
+
+    def __init__(self, target: LoadedTargetModel, drafter: Drafter, **cache_options: Any):
+        self.target, self.drafter, self._options = target, drafter, cache_options
+        self.tokens: list[int] = []
+        self.target_cache = target.make_cache(**cache_options)
+        self.draft_cache = drafter.make_cache()
+
+    def check_models(self, target: LoadedTargetModel, drafter: Drafter) -> None:
+        """Raise ``IncompatibleModelsError`` unless these are the models that the cache is of."""
+        if self.target.model is not target.model or self.drafter is not drafter:
+            raise IncompatibleModelsError(
+                "The prompt cache belongs to another decoder; use make_prompt_cache or load_prompt_cache of this one."
+            )
+
+    def begin(self, prompt: list[int], quantization: Quantization | None = None) -> int:
+        """Hold what of ``prompt`` is held, but for its last token, and nothing else; returns how many tokens that are.
+
+        Until :meth:`end` the caches belong to the request. Raises ``GenerationError`` where they
+        are quantised otherwise than the request asks for.
+        """
+        self._check_quantization(quantization)
+        if self.target_cache.offset != len(self.tokens):  # a request ended with an error, or has not ended
+            self._renew()
+        pairs = zip(self.tokens, prompt[:-1], strict=False)
+        most = min(len(self.tokens), len(prompt) - 1)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), most)
+        if shared < len(self.tokens) and not self._rewind(shared):
+            kinds = ", ".join(sorted({cache_name(cache) for cache in self.target_cache}))
+            logger.warning(
+                "The prompt has %d of the %d cached tokens and these caches (%s) cannot go back, so it is read anew.",
+                shared,
+                len(self.tokens),
+                kinds,
+            )
+            self._renew()
+        self.target_cache.quantization = quantization
+        held, self.tokens = len(self.tokens), []
+        return held
+
+    def end(self, tokens: list[int], wanted: int) -> None:
+        """Take the caches back: they hold a beginning of ``tokens``, of which ``wanted`` are part of the text.
+
+        Where the others cannot be forgotten they stay, and the next prompt may have to be read anew.
+        """
+        self.tokens = tokens[: self.target_cache.offset]
+        if self.target_cache.offset > len(tokens) or self.draft_cache.offset < len(self.tokens):
+            self._renew()
+        elif len(self.tokens) > wanted:
+            self._rewind(wanted)
+
+    def _rewind(self, length: int) -> bool:
+        """Keep the first ``length`` tokens; whether that was possible."""
+        try:
+            self.target_cache.rewind(length)
+        except (GenerationError, RuntimeError):
+            return False
+        self.tokens = self.tokens[:length]
+        if isinstance(self.draft_cache, ContextCache):
+            self.draft_cache.rewind(length)
+        elif not self.drafter.target_layer_ids:
+            self.draft_cache = _fed(self.drafter, self.tokens)
+        else:
+            return False
+        return True
+
+    def _renew(self) -> None:
+        self.tokens = []
+        self.target_cache = self.target.make_cache(**self._options)
+        self.draft_cache = self.drafter.make_cache()
+
+    def _check_quantization(self, asked: Quantization | None) -> None:
+        held = next((cache for cache in self.target_cache if isinstance(cache, QuantizedKVCache)), None)
+        if held is not None and asked is not None and (asked.bits, asked.group_size) != (held.bits, held.group_size):
+            raise GenerationError(
+                f"The prompt cache is quantised with kv_bits {held.bits} and kv_group_size {held.group_size}, "
+                f"the request asks for {asked.bits} and {asked.group_size}; use the same ones."
+            )
+
+    def save(self, path: str | Path, metadata: dict[str, str] | None = None) -> None:
+        """Write the file ``path`` (``.safetensors``), whole or not at all; ``metadata`` as mlx-lm has it.
+
+        Only a DFlash drafter's context is written; others read the tokens again, which takes no target. Raises
+        ``GenerationError`` if nothing is held, ``OSError`` if the file cannot be written.
+        """
+        path = Path(path)
+        if not self.tokens:
+            raise GenerationError("The prompt cache is empty; generate or read a prompt with it before it is saved.")
+        if path.suffix != ".safetensors":
+            raise GenerationError(f"A prompt cache is a .safetensors file, got {path}.")
+        about = {"target": target_fingerprint(self.target)}
+        caches = [_in_mlx_lm(cache) for cache in self.target_cache] + [_one_array(mx.array(self.tokens, mx.int32))]
+        if isinstance(self.draft_cache, ContextCache) and isinstance(self.drafter, nn.Module):
+            about["drafter"] = model_fingerprint(self.drafter)
+            for layer in self.draft_cache.layers:
+                caches.append(
+                    KVCache.from_state((*map(mx.contiguous, layer.state), layer.held)) if layer.held else KVCache()
+                )
+        told = {"model": "", "tokenizer_config": "{}"} | (metadata or {}) | {KEY: json.dumps(about)}
+        atomic_write(path, lambda file: save_prompt_cache(str(file), caches, told))
+
+    @classmethod
+    def load(cls, path: str | Path, target: LoadedTargetModel, drafter: Drafter) -> "PromptCache":
+        """Read a file of :meth:`save` or of mlx-lm's.
+
+        mlx-lm's tells no tokens: each counts as token 0, and a request must go on from :attr:`tokens`. Without the
+        context of this very drafter in the file, the drafter sees only what comes after it, at its right positions.
+
+        Raises ``GenerationError`` for a file that is no prompt cache and
+        ``IncompatibleModelsError`` for another model's.
+        """
+        try:
+            caches, metadata = cast("tuple[list[Any], Any]", load_prompt_cache(str(path), return_metadata=True))
+        except Exception as error:  # MLX's and mlx-lm's, for a file that is missing, damaged or of another kind
+            raise GenerationError(f"Cannot read the prompt cache {path}: {one_line(error)}") from error
+        about = json.loads(metadata.get(KEY, "{}")) if isinstance(metadata, dict) else {}
+        found = cls(target, drafter)
+        number = len(found.target_cache)
+        if about and about.get("target") != target_fingerprint(target):
+            raise IncompatibleModelsError(f"The prompt cache {path} was made for another target.")
+        tokens = caches[number][0].tolist() if about else []
+        found.target_cache = _target_cache(target, caches[:number] if about else caches, len(tokens), path)
+        found.tokens = tokens or [UNKNOWN] * found.target_cache.offset
+        same_drafter = isinstance(drafter, nn.Module) and about.get("drafter") == model_fingerprint(drafter)
+        found.draft_cache = _draft_cache(
+            drafter, caches[number + 1 :] if same_drafter else [], found.tokens, bool(about)
+        )
+        return found
+
+
+def _in_mlx_lm(cache: Any) -> Any:
+    """A cache under the class that mlx-lm knows."""
+    return RotatingKVCache.from_state(cache.state) if isinstance(cache, KeptWindowCache) else cache
+
+
+def _one_array(array: mx.array) -> ArraysCache:
+    cache = ArraysCache(1)
+    cache[0] = array
+    return cache
+
+
+def _target_cache(target: LoadedTargetModel, loaded: list[Any], length: int, path: str | Path) -> TargetCache:
+    """The target's part of a file, if it is such a target's: its kinds of caches, and a pass that fits them."""
+    made = make_prompt_cache(target.model)
+    bounded = not hasattr(target.model, "make_cache")
+    kinds = []
+    for cache, own in zip(loaded, made, strict=False):  # their numbers are compared below
+        if bounded and type(cache) is RotatingKVCache:
+            cache = KeptWindowCache.from_state(cache.state)
+        same = cache_name(cache) == cache_name(own)
+        kinds.append(cache if same or isinstance(cache, QuantizedKVCache | KeptWindowCache) else None)
+    other = IncompatibleModelsError(f"The prompt cache {path} was made for another target.")
+    if len(loaded) != len(made) or any(cache is None for cache in kinds):
+        raise other
+    caches = TargetCache(kinds, length=length)
+    if caches.offset == 0:
+        raise GenerationError(f"The prompt cache {path} does not tell how many tokens it holds.")
+    undo = caches.undo_point()
+    try:
+        target.forward_hidden(mx.zeros((1, 1), mx.int32), caches, ())  # built, and never evaluated
+    except Exception as error:  # shapes that do not fit, as MLX reports them
+        raise other from error
+    undo()
+    return caches
+
+
+def _draft_cache(drafter: Drafter, layers: list[Any], tokens: list[int], known: bool) -> Any:
+    """The drafter's context of ``tokens``: from the file's ``layers``, from the tokens, or nothing but its length."""
+    cache = drafter.make_cache()
+    if isinstance(cache, ContextCache):
+        if len(layers) != len(cache.layers):
+            logger.warning("The prompt cache has no context of this drafter, which will see only what comes after it.")
+            cache.skip(len(tokens))
+        for layer, rows in zip(cache.layers, layers, strict=False):
+            if rows.empty():
+                layer.skip(len(tokens))
+            else:
+                keys, values = rows.keys_and_values()
+                layer.restore(keys, values, len(tokens))
+        return cache
+    if drafter.target_layer_ids:
+        raise IncompatibleModelsError(
+            f"A {type(drafter).__name__} needs the target's features of the whole prompt; it cannot start from a file."
+        )
+    return _fed(drafter, tokens if known else [])
+
+
+def _fed(drafter: Drafter, tokens: list[int]) -> Any:
+    """The cache of a drafter that needs no features, fed again."""
+    cache = drafter.make_cache()
+    if tokens:
+        drafter.extend_context(mx.zeros((1, len(tokens), 0)), cache, mx.array([tokens]))
+    return cache

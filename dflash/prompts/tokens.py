@@ -1,0 +1,170 @@
+"""From a prompt in its three forms, a text, messages or token ids, to the token ids that the target reads.
+
+Knows prompts, and the target's tokenizer and chat template. Must not know the options of decoding, drafters or blocks.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ..core.errors import GenerationError, one_line
+from ..core.values import short
+from ..target import LoadedTargetModel
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int] | mx.array
+"""A user's text, the messages of a conversation (``role`` and ``content`` each), or token ids."""
+
+
+def prompt_tokens(
+    target: LoadedTargetModel,
+    prompt: Prompt,
+    *,
+    chat: bool = True,
+    system: str | None = None,
+    chat_template_config: Mapping[str, Any] | None = None,
+    opening: bool = False,
+) -> list[int]:
+    """Token ids of ``prompt``; text and messages go through the target's chat template.
+
+    Args:
+        target: The target with its tokenizer, which token ids alone do not need.
+        prompt: A user's text, messages that end with the one to answer, or token ids, taken as they stand.
+        chat: ``False`` takes a text as it stands.
+        system: The system prompt, put before the prompt.
+        chat_template_config: Switches of the chat template, such as ``{"enable_thinking": False}``.
+        opening: End within the last message, rather than where its answer begins.
+
+    Raises ``GenerationError`` for an empty or malformed prompt, and where an option needs a
+    chat template that is not used.
+    """
+    config = _checked_config(chat_template_config)
+    if not isinstance(prompt, str) and not _is_messages(prompt):
+        if system is not None or config:
+            raise GenerationError("Token ids are taken as they stand: system and chat_template_config need text.")
+        return token_row(cast(Any, prompt))
+    if target.tokenizer is None:
+        raise GenerationError("This target has no tokenizer; pass token ids.")
+    templated = chat and target.tokenizer.has_chat_template
+    if not templated and (system is not None or config or not isinstance(prompt, str)):
+        why = "the target's tokenizer has none" if chat else "the prompt is to be taken as it stands"
+        raise GenerationError(f"Messages, system and chat_template_config need the chat template, and {why}.")
+    messages = _checked_messages(prompt, system)
+    if opening:
+        config |= {"add_generation_prompt": False, "continue_final_message": True}
+    with _quiet_about_length():
+        try:
+            if templated and opening:
+                tokens = target.tokenizer.apply_chat_template(messages, **config)
+            elif templated:
+                tokens = target.adapter.chat_tokens(target.tokenizer, messages, **config)
+            else:
+                tokens = target.tokenizer.encode(prompt)
+        except Exception as error:  # templates are programs of the target's makers
+            raise GenerationError(f"The target's tokenizer cannot take this prompt: {one_line(error)}") from error
+    if not tokens:
+        raise GenerationError(
+            "The tokenizer makes no tokens of this text; is there a tokenizer.json in the target's folder?"
+        )
+    return list(tokens)
+
+
+def continuation_tokens(
+    target: LoadedTargetModel,
+    text: str,
+    *,
+    chat: bool = True,
+    chat_template_config: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids that go on within a user's message that is cached: ``text``, and what the chat template puts after it.
+
+    Tokens never join across the seam. Raises ``GenerationError`` as :func:`prompt_tokens`.
+    """
+    prompt_tokens(target, text, chat=chat, chat_template_config=chat_template_config)  # refuses what cannot be
+    if not chat or not target.tokenizer.has_chat_template:
+        return list(target.tokenizer.encode(text, add_special_tokens=False))
+    messages = _checked_messages(text, None)
+    config = {"add_generation_prompt": True, "tokenize": False} | _checked_config(chat_template_config)
+    whole = target.tokenizer.apply_chat_template(messages, **config)
+    if text not in whole:
+        raise GenerationError("The chat template changes this text, so that it cannot follow a prompt cache.")
+    return list(target.tokenizer.encode(whole[whole.rindex(text) :], add_special_tokens=False))
+
+
+def token_row(tokens: Sequence[int] | mx.array) -> list[int]:
+    """Token ids of one sequence, from ``[L]``, ``[1, L]`` or a list. Raises ``GenerationError`` for other forms."""
+    expected = "Expected a text, a list of messages or token ids"
+    if tokens is None or isinstance(tokens, bytes | bytearray | Mapping):
+        raise GenerationError(f"{expected}, got {type(tokens).__name__}.")
+    try:
+        array = mx.array(tokens)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise GenerationError(f"{expected}, got {type(tokens).__name__}: {short(tokens)}.") from error
+    if array.ndim == 2 and array.shape[0] != 1:
+        raise GenerationError(f"Batch size {array.shape[0]} is not supported; decode one sequence at a time.")
+    if array.ndim not in (1, 2) or (array.size and not mx.issubdtype(array.dtype, mx.integer)):
+        raise GenerationError(f"Expected token ids of shape [length] or [1, length], got {array.shape} {array.dtype}.")
+    return cast(list[int], array.reshape(-1).tolist())
+
+
+def _is_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and any(isinstance(m, Mapping) for m in prompt)
+
+
+def _checked_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
+    """Messages of a text or of messages, after a system prompt if there is one."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise GenerationError("The prompt is empty; expected text.")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    else:
+        for number, message in enumerate(prompt, 1):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or len(message) < 2:
+                raise GenerationError(
+                    f"Message {number} of the prompt must have a 'role' and a 'content', got {short(message)}."
+                )
+        messages = [dict(message) for message in prompt]
+        if messages[-1]["role"] in ("assistant", "system", "developer"):
+            raise GenerationError(
+                f"The last message is the {messages[-1]['role']}'s; expected the message to answer last."
+            )
+    if system is not None:
+        if not isinstance(system, str):
+            raise GenerationError(f"system must be a text, got {short(system)}.")
+        if messages[0]["role"] == "system":
+            raise GenerationError("The messages begin with a system prompt already; give it once.")
+        messages.insert(0, {"role": "system", "content": system})
+    for message in messages:
+        _check_text(f"The text of the {message['role']}", message.get("content"))
+    return messages
+
+
+def _check_text(what: str, text: Any) -> None:
+    """Half a surrogate pair stands for a byte that was not UTF-8 where the text came from."""
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise GenerationError(
+                f"{what} is not valid Unicode at character {error.start + 1}; give it as UTF-8."
+            ) from error
+
+
+def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    if config is not None and not isinstance(config, Mapping):
+        raise GenerationError(f"chat_template_config must be a dict of switches, got {short(config)}.")
+    return dict(config or {})
+
+
+@contextmanager
+def _quiet_about_length() -> Iterator[None]:
+    """Without transformers' warning about long prompts; a prompt that is too long is refused afterwards."""
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled

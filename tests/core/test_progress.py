@@ -1,0 +1,51 @@
+"""Progress is told where nobody sees a bar, by the clock, and with the time that is left."""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from dflash.core import progress as module
+from dflash.core.progress import progress
+
+
+@pytest.fixture(autouse=True)
+def _often(caplog, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.005)
+    caplog.set_level(logging.INFO, "dflash.core.progress")
+
+
+def each_waiting_for_lines(items: Iterable[int], caplog) -> Iterator[int]:
+    for item in items:
+        told, begin = len(caplog.messages), time.monotonic()
+        while len(caplog.messages) < told + 2 and time.monotonic() < begin + 10:  # the first may be of the item before
+            time.sleep(0.001)
+        yield item
+
+
+def test_a_log_shows_that_work_goes_on_before_the_first_item_is_there_and_after(caplog):
+    assert list(progress(each_waiting_for_lines(range(2), caplog), "bench", 2)) == [0, 1]
+    assert caplog.messages[0] == "bench: 0 of 2, 0 s after the start"
+    assert "bench: 1 of 2, about 0 s left" in caplog.messages
+
+
+def test_no_line_comes_after_the_work_has_ended_or_failed(caplog):
+    list(progress(range(3), "bench"))
+    next(work := progress(range(3), "bench"))
+    work.close()
+    told = len(caplog.messages)
+    time.sleep(0.05)
+    assert len(caplog.messages) == told
+
+
+def test_a_line_says_what_is_left_at_the_speed_of_this_run():
+    assert module._line("bench", 2, 0, 6, 4.0) == "bench: 2 of 6, about 8 s left"
+    assert module._line("bench", 2, 4, 10, 4.0) == "bench: 6 of 10, about 8 s left"
+    assert module._line("bench", 0, 4, 10, 61.0) == "bench: 4 of 10, 61 s after the start"
+    assert module._line("bench", 3, 0, None, 4.0) == "bench: 3"
+
+
+def test_nothing_is_told_where_it_is_not_wanted(caplog):
+    assert list(progress((time.sleep(0.02) or i for i in range(2)), "bench", show=False)) == [0, 1]
+    assert caplog.messages == []

@@ -1,0 +1,161 @@
+"""The same seed, the same text as plain mlx_lm, whatever is drafted and however many drafts a block verifies."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from support.models import ScriptedDrafter, qwen3_model, target
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy
+from dflash.adapters.conformance import small_models as small
+from dflash.decoding import verify
+from dflash.decoding.sampling import sample_rows, set_random_state
+
+PROMPT, COUNT, SEED, TEMP = [3, 1, 4, 1, 5], 36, 2**40 + 7, 0.8
+
+
+def plain(loaded: LoadedTargetModel, seed: int = SEED, processors: list | None = None, cache=None, **options):
+    """Tokens of ``mlx_lm`` with its own sampler."""
+    mx.random.seed(seed)
+    steps = generate_step(
+        mx.array(PROMPT),
+        loaded.model,
+        max_tokens=COUNT,
+        sampler=make_sampler(TEMP, **options),
+        logits_processors=processors,
+        prompt_cache=cache,
+    )
+    return [int(token) for token, _ in steps]
+
+
+def drafted(loaded: LoadedTargetModel, text: list[int], p: float = 0.8, **options) -> list[int]:
+    """Tokens of DFlash, whose drafter knows ``text`` and is right with probability ``p``."""
+    decoder = DFlashSpeculativeDecoder(loaded, ScriptedDrafter(PROMPT + text, loaded.vocab_size, p))
+    ids = decoder.spec_generate(PROMPT, COUNT, **({"temperature": TEMP, "seed": SEED, "stop_token_ids": []} | options))
+    return ids.tolist()[0][len(PROMPT) :]
+
+
+class Dozing(Policy):
+    """Sleeps for three tokens after every block, and verifies another number of drafts each time."""
+
+    def __init__(self):
+        self.blocks, self.asleep = 0, 0
+
+    def sleep(self) -> int:
+        return self.asleep
+
+    def verify_length(self, drafts) -> int:
+        return (5 * self.blocks) % (drafts.count + 1)
+
+    def observe(self, block) -> None:
+        self.asleep = self.asleep - 1 if block.asleep else 3
+        self.blocks += not block.asleep
+
+
+@pytest.fixture(params=[10**9, 0], ids=["all rows drawn", "only those reached"])
+def draws(request, monkeypatch) -> None:
+    """Both ways to draw: on a CPU, the size of the vocabulary chooses."""
+    monkeypatch.setattr(verify, "on_cpu", lambda: True)
+    monkeypatch.setattr(verify, "COSTLY_VOCABULARY", request.param)
+
+
+POLICIES = {"full": "full", "none": 0, "three": 3, "adaptive": "adaptive", "dozing": Dozing()}
+
+
+@pytest.mark.usefixtures("draws")
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_seed_gives_mlx_lms_text_under_every_policy(policy):
+    loaded = target("llama", 2)
+    text = plain(loaded)
+    assert text != plain(loaded, SEED + 1)
+    for p in (0.0, 0.8, 1.0):
+        assert drafted(loaded, text, p, policy=policy) == text
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "sliding", "gemma3_text", "lfm2", "mamba2", "qwen3_5"])
+def test_a_seed_gives_mlx_lms_text_with_every_kind_of_cache(kind):
+    loaded = target(kind, 3) if kind in ("qwen3", "sliding") else LoadedTargetModel(small.build(kind))
+    text = plain(loaded)
+    assert drafted(loaded, text) == text
+    assert drafted(loaded, text, policy=Dozing()) == text
+
+
+@pytest.mark.parametrize("limits", [{"max_kv_size": 24}, {"kv_bits": 8, "kv_group_size": 32}], ids=["size", "bits"])
+def test_a_seed_gives_mlx_lms_text_with_bounded_and_quantised_caches(limits):
+    loaded = LoadedTargetModel(qwen3_model(2, head_dim=32))
+    cache = make_prompt_cache(loaded.model, limits.get("max_kv_size"))
+    if "kv_bits" in limits:
+        cache = [layer.to_quantized(group_size=32, bits=8) for layer in cache]
+    text = plain(loaded, cache=cache)
+    assert drafted(loaded, text, **limits) == text
+
+
+@pytest.mark.usefixtures("draws")
+@pytest.mark.parametrize(
+    "options",
+    [{"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4}, {"top_p": 0.9, "min_p": 0.02, "top_k": 6}],
+    ids=lambda options: "+".join(options),
+)
+def test_a_seed_gives_mlx_lms_text_with_every_filter(options):
+    loaded = target("llama", 2)
+    text = plain(loaded, **options)
+    assert text != plain(loaded)
+    assert drafted(loaded, text, **options) == text
+
+
+PROCESSORS = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 0.5,
+    "logit_bias": {3: 4.0, 7: -20.0},
+}
+
+
+@pytest.mark.usefixtures("draws")
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_seed_gives_mlx_lms_text_with_every_logits_processor(name):
+    loaded = target("llama", 2)
+    processors = make_logits_processors(**{name: PROCESSORS[name]})
+    text = plain(loaded, processors=processors)
+    assert text != plain(loaded)
+    assert drafted(loaded, text, logits_processors=processors, policy=Dozing()) == text
+
+
+@pytest.mark.usefixtures("draws")
+def test_a_sampler_of_ones_own_may_draw_as_often_as_it_likes():
+    """mlx-lm's XTC draws twice a token; another one draws only where it is in doubt."""
+    loaded = target("llama", 2)
+    xtc = {"xtc_probability": 0.5, "xtc_threshold": 0.05}
+    text = plain(loaded, **xtc)
+    assert text != plain(loaded)
+    asked = {"temperature": None, "sampler": make_sampler(TEMP, **xtc)}
+    for policy in (3, Dozing()):
+        assert drafted(loaded, text, policy=policy, **asked) == text
+
+
+@pytest.mark.usefixtures("draws")
+def test_a_text_that_ends_within_a_block_leaves_the_random_state_of_its_last_token():
+    loaded = target("llama", 2)
+    text = plain(loaded)
+    stop = text[9]
+    length = text.index(stop) + 1
+    mx.random.seed(SEED)
+    for _ in range(length):
+        mx.random.uniform()
+    expected = mx.random.state[0].tolist()
+    for policy in ("full", 0, Dozing()):
+        got = drafted(loaded, text, 1.0, stop_token_ids=[stop], policy=policy)
+        assert got == text[:length]
+        assert mx.random.state[0].tolist() == expected
+
+
+def test_rows_are_drawn_as_one_after_another():
+    logprobs, sampler = mx.random.normal((5, 40), key=mx.random.key(1)), make_sampler(1.0)
+    mx.random.seed(3)
+    one_by_one = [(sampler(row[None]).item(), mx.random.state[0].tolist()) for row in logprobs]
+    mx.random.seed(3)
+    tokens, states = sample_rows(sampler, logprobs)
+    assert list(zip(tokens.tolist(), states.tolist(), strict=True)) == one_by_one
+    set_random_state(one_by_one[1][1])
+    assert sample_rows(sampler, logprobs[2:])[0].tolist() == [token for token, _ in one_by_one[2:]]

@@ -1,0 +1,305 @@
+"""What a trace says is what happened, it changes nothing, and a profile adds up."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.errors import refused
+from support.models import TEXT_VOCAB, byte_tokenizer, random_drafter, target, wrapped_tokenizer, writer
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy, Proposal, TraceFile
+from dflash.core.errors import DataError, GenerationError
+from dflash.decoding import trace
+from dflash.decoding.block import Block, Decoding
+from dflash.decoding.loop import decode_block, prefill
+from dflash.decoding.profile import Profile
+from dflash.decoding.trace import TOP, read_records, shown_pieces
+
+PROMPT = [65, 66, 67]
+
+
+class Naps(Policy):
+    """Two blocks of three drafts, then three plain steps, and so on; says why."""
+
+    def __init__(self):
+        self.blocks = self.nap = 0
+
+    def sleep(self):
+        return self.nap
+
+    def verify_length(self, drafts):
+        return min(3, drafts.count)
+
+    def observe(self, block):
+        self.nap -= block.asleep
+        self.blocks += not block.asleep
+        if not block.asleep and self.blocks % 2 == 0:
+            self.nap = 3
+
+    def why(self):
+        return {"blocks": float(self.blocks)}
+
+
+def random_decoder(**options) -> DFlashSpeculativeDecoder:
+    loaded = LoadedTargetModel(target("qwen3", 1, TEXT_VOCAB).model, wrapped_tokenizer())
+    return DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB), **({"policy": "full"} | options))
+
+
+def traced(decoder: DFlashSpeculativeDecoder, **options):
+    records: list[dict] = []
+    asked = {"policy": "full"} | options
+    responses = list(decoder.stream_generate(PROMPT, trace=records.append, **asked))
+    return records[0], records[1:], responses
+
+
+# --- what it says -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}, {"profile": True}, {"policy": "adaptive"}])
+def test_the_text_is_the_same_under_a_trace_and_a_profile(options):
+    asked = {"max_tokens": 40} | options
+    plain = list(random_decoder().stream_generate(PROMPT, **(asked | {"profile": False})))
+    _, blocks, responses = traced(random_decoder(), **asked)
+    assert [t for r in responses for t in r.tokens] == [t for r in plain for t in r.tokens]
+    text = "".join(r.text for r in plain)
+    assert text == "".join(b["text"] for b in blocks) == "".join(p for b in blocks for p in b["pieces"])
+
+
+def test_blocks_tell_what_was_drafted_committed_and_why():
+    request, blocks, responses = traced(random_decoder(), max_tokens=30, policy=Naps())
+    assert request["prompt_tokens"] == PROMPT
+    assert request["prompt"] == "".join(byte_tokenizer().decode([t]) for t in PROMPT)
+    assert request["options"] == {"max_tokens": 30, "policy": "Naps"}
+    position = len(PROMPT)
+    for number, (block, response) in enumerate(zip(blocks, responses, strict=True)):
+        assert (block["number"], block["position"]) == (number, position)
+        assert block["tokens"] == response.tokens
+        assert block["drafts"][: block["verified"]] == response.drafted
+        assert block["tokens"][: block["accepted"]] == block["drafts"][: block["accepted"]]
+        position += len(block["tokens"])
+    assert [b["asleep"] for b in blocks[:7]] == [False, False, False, True, True, True, False]
+    assert [(len(b["drafts"]), b["verified"]) for b in blocks[:4]] == [(0, 0), (7, 3), (7, 3), (0, 0)]
+    assert [b["why"] for b in blocks[:4]] == [{}, {"blocks": 1.0}, {"blocks": 2.0}, {"blocks": 2.0}]
+    assert blocks[-1]["finish_reason"] == responses[-1].finish_reason == "length"
+
+
+def test_plain_steps_of_the_default_policy_tell_after_how_many_it_drafts_again():
+    _, (first, *blocks), _ = traced(random_decoder(), max_tokens=12, policy="adaptive")
+    steps = [b["asleep"] for b in blocks].index(False)
+    assert steps > 1
+    assert first["why"] == {}
+    assert [b["why"] for b in blocks[:steps]] == [{"next_attempt": n} for n in reversed(range(steps))]
+    assert set(blocks[steps]["why"]) == {"tokens", "seconds", "plain_seconds"}
+
+
+def test_every_token_that_a_trace_names_has_a_text_once():
+    _, blocks, _ = traced(random_decoder(), max_tokens=30)
+    texts: dict[str, str] = {}
+    for block in blocks:
+        assert not texts.keys() & block["texts"].keys()
+        texts |= block["texts"]
+        rows = [*block.get("draft_top", {}).get("tokens", []), *block.get("target_top", {}).get("tokens", [])]
+        for token in {*block["tokens"], *block["drafts"], *(t for row in rows for t in row)}:
+            assert texts[str(token)] == byte_tokenizer().decode([token])
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_probabilities_are_those_of_the_logits(monkeypatch, on_cpu, sparse):
+    """On the host and on the device, in half precision too, over the vocabulary or over a few candidates."""
+    monkeypatch.setattr(trace, "on_cpu", lambda: on_cpu)
+    rng = np.random.default_rng(0)
+    vocab, drafts, verified = 40, 5, 3
+    logits = rng.normal(size=(drafts, vocab)) * 3
+    kept = np.stack([rng.permutation(vocab)[:6] for _ in range(drafts)]) if sparse else np.tile(range(vocab), (5, 1))
+    scores = np.take_along_axis(logits, kept, axis=-1)
+    tokens = kept[np.arange(drafts), scores.argmax(-1)]
+    target_logits = mx.array(rng.normal(size=(verified + 1, vocab)) * 3).astype(mx.bfloat16)
+    proposal = Proposal(
+        mx.array(tokens[None]), mx.array(scores[None].astype(np.float32)), mx.array(kept[None]) if sparse else None
+    )
+    block = Block(tokens[:verified].tolist(), [0], 0, drafts, order=list(range(drafts)))
+    record = trace._read(trace.inspect(proposal, target_logits), block)
+
+    def check(name: str, scores: np.ndarray, kept: np.ndarray, own: np.ndarray) -> None:
+        chances = np.exp(scores - scores.max(-1, keepdims=True))
+        chances /= chances.sum(-1, keepdims=True)
+        best = np.argsort(-chances, axis=-1, kind="stable")[:, :TOP]
+        np.testing.assert_allclose(
+            record[f"{name}_top"]["probabilities"], np.take_along_axis(chances, best, -1), atol=2e-5
+        )
+        assert record[f"{name}_top"]["tokens"] == np.take_along_axis(kept, best, -1).tolist()
+        wanted = [c[k == t].sum() for c, k, t in zip(chances, kept, own, strict=False)]
+        np.testing.assert_allclose(record[f"{name}_probability"], wanted, atol=2e-5)
+
+    assert record["drafts"] == tokens.tolist()
+    check("draft", scores, kept, tokens)
+    everything = np.tile(np.arange(vocab), (verified + 1, 1))
+    check("target", np.array(target_logits.astype(mx.float32)), everything, tokens[:verified])
+
+
+def test_the_inspected_arrays_come_with_the_block():
+    """A greedy target's likeliest token is what it commits, and the drafter's is what it drafted."""
+    decoder = random_decoder()
+    run = Decoding(decoder.loaded_target, decoder.draft_model, inspect=trace.inspect)
+    state = prefill(run, PROMPT)
+    block = decode_block(run, state, 7)
+    record = trace._read(block.inspected, block)
+    assert [row[0] for row in record["target_top"]["tokens"]][: len(block.tokens)] == block.tokens
+    assert [row[0] for row in record["draft_top"]["tokens"]] == record["drafts"]
+
+
+@pytest.mark.parametrize("stop", ["six", " th", "seven ei"])
+def test_shown_pieces_join_to_the_answer_that_a_stop_string_cut(stop):
+    decoder = writer("one two three four five six seven eight nine", PROMPT, p=0.6)
+    _, blocks, responses = traced(decoder, stop_strings=[stop])
+    shown = [piece for pieces in shown_pieces(blocks) for piece in pieces]
+    answer = "".join(r.text for r in responses)
+    assert (
+        "".join(text for text, _, _ in shown) == answer == "one two three four five six seven eight nine".split(stop)[0]
+    )
+    assert all(blocks[number]["pieces"][token].startswith(text) for text, number, token in shown[:-1])
+
+
+def test_characters_of_several_tokens_come_with_their_last():
+    _, blocks, responses = traced(writer("café 🙂 née", PROMPT, p=0.5))
+    pieces = [p for b in blocks for p in b["pieces"]]
+    assert "".join(pieces) == "".join(r.text for r in responses) == "café 🙂 née"
+    assert "🙂" in [p.strip() for p in pieces]
+
+
+def test_a_drafter_without_logits_is_traced_without_its_probabilities():
+    _, blocks, _ = traced(writer("one two three", PROMPT))
+    assert all("draft_top" not in block for block in blocks)
+    assert "target_top" in blocks[1]
+
+
+def test_nothing_is_inspected_where_nobody_watches(monkeypatch):
+    def fail(*_):
+        raise AssertionError("inspected")
+
+    monkeypatch.setattr("dflash.generate.inspect", fail)
+    list(random_decoder().stream_generate(PROMPT, max_tokens=10, profile=True))
+    with pytest.raises(AssertionError):
+        traced(random_decoder(), max_tokens=10)
+
+
+def test_a_trace_of_another_kind_is_refused():
+    with pytest.raises(GenerationError) as error:
+        random_decoder().stream_generate(PROMPT, trace=[])
+    refused(error, "trace", "list", "records.append")
+    with pytest.raises(GenerationError) as error:
+        random_decoder().spec_generate(PROMPT, trace=print)
+    refused(error, "stream_generate")
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [0.0, 1e9])
+def test_a_file_holds_what_a_list_gets_a_line_a_record(tmp_path, monkeypatch, every):
+    """As it goes where the time of those made together is over, and at the end of the request in any case."""
+    monkeypatch.setattr(trace, "TOGETHER", every)
+    path, lengths = tmp_path / "new" / "trace.jsonl", []
+    file = TraceFile(path, drafter="mine")
+    for _ in random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file):
+        lengths.append(len(path.read_text().splitlines()))
+    each = list(range(2, len(lengths) + 2))
+    assert lengths == (each if every == 0 else [1] * (len(each) - 1) + each[-1:])
+    file.close()
+    request, *blocks = read_records(path)
+    _, same, _ = traced(random_decoder(), max_tokens=20)
+    timeless = [{k: v for k, v in b.items() if k not in ("seconds", "time")} for b in same]
+    assert [{k: v for k, v in b.items() if k not in ("seconds", "time")} for b in blocks] == timeless
+    assert (request["drafter"], request["target"]) == ("mine", "qwen3")
+
+
+def test_what_waits_is_written_when_the_caller_stops_early(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "TOGETHER", 1e9)
+    responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=tmp_path / "trace.jsonl")
+    next(responses), next(responses)
+    responses.close()
+    assert [record.get("number") for record in read_records(tmp_path / "trace.jsonl")] == [None, 0, 1]
+
+
+def test_what_waits_is_written_when_the_file_is_closed_before_the_request_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "TOGETHER", 1e9)
+    with TraceFile(tmp_path / "trace.jsonl") as file:
+        responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file)
+        next(responses), next(responses)
+    assert [record.get("number") for record in read_records(tmp_path / "trace.jsonl")] == [None, 0, 1]
+    responses.close()
+
+
+def test_a_path_is_replaced_and_closed(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    for _ in range(2):
+        list(random_decoder().stream_generate(PROMPT, max_tokens=5, trace=path))
+    assert [record["record"] for record in read_records(path)].count("request") == 1
+
+
+def test_a_trace_that_was_cut_is_read_to_its_last_whole_line(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    list(random_decoder().stream_generate(PROMPT, max_tokens=20, trace=path))
+    records = list(read_records(path))
+    path.write_text(path.read_text()[:-40])
+    assert list(read_records(path)) == records[:-1]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}\n', "[]\n", "no\n", '{"record": "request", "format": 99}\n', '{"record'])
+def test_other_files_are_refused_in_one_line(tmp_path, text):
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        list(read_records(path))
+    refused(error, "x.jsonl:1", "--trace")
+    with pytest.raises(DataError) as error:
+        list(read_records(tmp_path / "none.jsonl"))
+    refused(error, "none.jsonl")
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Cannot write the trace"):
+        TraceFile(tmp_path / "file" / "trace.jsonl")
+
+
+# --- seconds ----------------------------------------------------------------------------------------------
+
+
+def test_seconds_by_part_add_up_to_the_time_of_the_request():
+    _, blocks, responses = traced(random_decoder(), max_tokens=30, policy=Naps(), profile=True)
+    assert set(blocks[0]["seconds"]) == {"prefill", "host"}
+    assert set(blocks[1]["seconds"]) == {"draft", "verify", "rewind", "host"}
+    assert set(blocks[3]["seconds"]) == {"plain", "host"}
+    total = sum(seconds for b in blocks for seconds in b["seconds"].values())
+    assert total == pytest.approx(blocks[-1]["time"], abs=1e-4)
+    assert [r.profile for r in responses[:-1]] == [None] * (len(responses) - 1)
+    profile = responses[-1].profile
+    assert sum(profile.seconds.values()) == pytest.approx(total)
+    assert profile.plain_steps == sum(b["asleep"] for b in blocks)
+    drafted = [b for b in blocks[1:] if not b["asleep"]]
+    assert profile.blocks == len(drafted)
+    assert profile.lengths[3].accepted == sum(b["accepted"] for b in drafted if b["verified"] == 3)
+    assert profile.lengths[3].expected()["blocks"] == np.mean(
+        [b["why"]["blocks"] for b in drafted if b["verified"] == 3]
+    )
+    json.dumps(profile.to_dict())
+
+
+def test_what_a_policy_expects_does_not_stand_for_what_was_measured():
+    profile, seconds = Profile(), {"draft": 0.01, "verify": 0.02, "rewind": 0.0, "host": 0.5}
+    block = {"record": "block", "number": 1, "asleep": False, "verified": 2, "accepted": 1, "tokens": [1, 2]}
+    profile(block | {"seconds": seconds, "why": {"seconds": 9.0, "blocks": 7.0}})
+    (length,) = profile.to_dict()["lengths"]
+    assert (length["seconds"], length["blocks"]) == (pytest.approx(0.03), 1)
+    assert length["why"] == {"seconds": 9.0, "blocks": 7.0}
+
+
+@pytest.mark.parametrize("profile", [False, True])
+def test_a_profile_waits_for_every_part_and_a_trace_does_not(monkeypatch, profile):
+    made = []
+    monkeypatch.setattr("dflash.generate.Decoding", lambda *a, **k: made.append(Decoding(*a, **k)) or made[-1])
+    request, _, _ = traced(random_decoder(), max_tokens=12, profile=profile)
+    assert [run.wait for run in made] == [request["parts_apart"]] == [profile]

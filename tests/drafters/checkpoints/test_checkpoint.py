@@ -1,0 +1,368 @@
+"""Checkpoints: bit-exact both ways, and every bad one refused in one line of its own."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from unittest.mock import Mock
+
+import huggingface_hub
+import mlx.core as mx
+import numpy as np
+import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from mlx.utils import tree_flatten
+from support.models import LAYERS, TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, random_drafter, save_target
+
+from dflash import DFlashConfig, DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target, save_drafter
+from dflash.core.backend import compute_dtype
+from dflash.core.errors import CheckpointError, DFlashError, IncompatibleModelsError
+
+CPU = mx.default_device() == mx.Device(mx.cpu)
+
+PUBLISHED_NAMES = {"fc.weight", "hidden_norm.weight", "norm.weight"} | {
+    f"layers.{i}.{name}.weight"
+    for i in range(2)
+    for name in (
+        *("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"),
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    )
+}
+
+
+def drafter_folder(folder: Path, **changes) -> Path:
+    save_drafter(random_drafter(0, TEXT_VOCAB, **changes), folder)
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    return drafter_folder(tmp_path / "drafter")
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory) -> Path:
+    return save_target(qwen3_model(0, TEXT_VOCAB), tmp_path_factory.mktemp("target"))
+
+
+def stored(folder: Path) -> dict[str, mx.array]:
+    return mx.load(str(folder / "model.safetensors"))
+
+
+def rewrite(folder: Path, change) -> None:
+    weights = stored(folder)
+    mx.eval(weights)
+    change(weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def truncate(file: Path, kept: float) -> None:
+    os.truncate(file, int(file.stat().st_size * kept))
+
+
+def one_line(error: pytest.ExceptionInfo, *words: str) -> None:
+    message = str(error.value)
+    assert isinstance(error.value, DFlashError)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+# --- both ways --------------------------------------------------------------------------------------------
+
+
+def test_a_saved_drafter_has_the_published_names_and_config(saved):
+    assert set(stored(saved)) == PUBLISHED_NAMES
+    assert {w.dtype for w in stored(saved).values()} == {mx.bfloat16}
+    config = json.loads((saved / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["dtype"] == "bfloat16"
+
+
+def test_bfloat16_weights_come_back_bit_by_bit(saved, tmp_path):
+    save_drafter(load_drafter(saved), tmp_path / "again")
+    first, again = stored(saved), stored(tmp_path / "again")
+    assert first.keys() == again.keys()
+    for name, w in first.items():
+        assert mx.array_equal(w.view(mx.uint16), again[name].view(mx.uint16)), name
+    assert load_drafter(tmp_path / "again").config == load_drafter(saved).config
+
+
+def test_a_loaded_drafter_drafts_what_the_saved_one_did(tmp_path, target_folder):
+    original = random_drafter(3, TEXT_VOCAB)
+    original.apply(lambda w: w.astype(mx.bfloat16).astype(mx.float32))  # what the file can hold
+    save_drafter(original, tmp_path / "d")
+    target, logits = load_target(target_folder), []
+    tokens = mx.array([[7, 8, 9]])
+    for drafter in (original, load_drafter(tmp_path / "d")):
+        drafter.bind(target)
+        cache = drafter.make_cache()
+        drafter.extend_context(
+            target.forward_with_hidden_states(tokens, None, drafter.target_layer_ids)[1], cache, tokens
+        )
+        logits.append(np.array(drafter.propose(mx.array([[4]]), 7, cache).logits.astype(mx.float32)))
+    np.testing.assert_allclose(*logits, atol=1e-4 if CPU else 0.3)
+
+
+@pytest.mark.skipif(not CPU, reason="a GPU computes in the stored dtype")
+def test_on_the_cpu_drafter_and_target_compute_in_float32(saved, target_folder):
+    for model in (load_drafter(saved), load_target(target_folder).model):
+        assert {w.dtype for _, w in tree_flatten(model.parameters())} == {mx.float32}
+
+
+def test_only_half_precision_is_widened():
+    assert compute_dtype(mx.float32) == mx.float32
+    assert compute_dtype(mx.bfloat16) == (mx.float32 if CPU else mx.bfloat16)
+
+
+def test_weights_may_be_spread_over_several_files(saved):
+    weights = stored(saved)
+    mx.eval(weights)
+    names = sorted(weights)
+    for part, held in enumerate((names[:5], names[5:]), start=1):
+        mx.save_safetensors(str(saved / f"model-0000{part}-of-00002.safetensors"), {n: weights[n] for n in held})
+    (saved / "model.safetensors").unlink()
+    assert {n for n, _ in tree_flatten(load_drafter(saved).parameters())} == PUBLISHED_NAMES
+
+
+def test_a_saved_target_decodes_as_the_model_it_was_saved_from(target_folder):
+    loaded = load_target(target_folder)
+    tokens, _ = plain_greedy(loaded.model, [1, 2, 3], 8)
+    drafter = ScriptedDrafter([1, 2, 3, *tokens], TEXT_VOCAB, 0.7)
+    decoder = DFlashSpeculativeDecoder(loaded, drafter, policy="full")
+    assert decoder.spec_generate(mx.array([[1, 2, 3]]), 8, stop_token_ids=[]).tolist() == [[1, 2, 3, *tokens]]
+    assert loaded.num_layers == LAYERS
+    assert loaded.max_length == 512
+
+
+# --- a save that fails ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_failed_save_leaves_the_old_checkpoint_and_no_other_file(saved, monkeypatch, writes):
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+
+    def broken(path, *_, **__):
+        if writes:
+            Path(path).write_bytes(b"half a file")
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(mx, "save_safetensors", broken)
+    with pytest.raises(OSError, match=r"Cannot write .*model\.safetensors: disk full"):
+        save_drafter(random_drafter(9, TEXT_VOCAB), saved)
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+
+
+def test_a_save_replaces_an_older_checkpoint_and_leaves_two_files(saved):
+    newer = random_drafter(9, TEXT_VOCAB)
+    save_drafter(newer, saved)
+    assert sorted(file.name for file in saved.iterdir()) == ["config.json", "model.safetensors"]
+    assert mx.array_equal(stored(saved)["fc.weight"], newer.fc.weight.astype(mx.bfloat16))
+    assert (saved / "model.safetensors").stat().st_mode & 0o444 == 0o444
+
+
+# --- bad drafters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", [load_drafter, load_target])
+@pytest.mark.parametrize("path", ["/no/such/folder", "no-such-folder", "./no/such/folder"])
+def test_a_missing_path_is_named(load, path):
+    with pytest.raises(CheckpointError) as error:
+        load(path)
+    one_line(error, path, "config.json")
+
+
+def test_a_file_in_place_of_a_folder_is_refused(saved):
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(saved / "model.safetensors")
+    one_line(error, "No checkpoint folder")
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (OSError("no network\nlong story"), "no network"),
+        (LocalEntryNotFoundError("a paragraph"), "hub: it cannot be reached from here."),
+        (RepositoryNotFoundError("a paragraph", response=Mock()), "hub: it has no such model, or a private one."),
+        (GatedRepoError("ask for access", response=Mock()), "ask for access"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_drafter, load_target])
+def test_a_hub_name_that_cannot_be_downloaded_is_one_line(load, reason, words, monkeypatch):
+    def refuse(*_, **__):
+        raise reason
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError) as error:
+        load("nobody/nothing")
+    one_line(error, "There is no folder 'nobody/nothing'", "on the hub", words)
+    assert len(str(error.value)) < 120
+
+
+def test_a_hub_name_is_downloaded_without_pickled_weights(saved, monkeypatch):
+    asked = {}
+
+    def fake(name, allow_patterns):
+        asked.update(name=name, patterns=allow_patterns)
+        return str(saved)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    assert load_drafter("some/drafter").config.vocab_size == TEXT_VOCAB
+    assert asked["name"] == "some/drafter"
+    assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in asked["patterns"])
+
+
+def test_a_run_in_place_of_its_drafter_is_told_apart(saved, tmp_path):
+    run = tmp_path / "one"
+    shutil.copytree(saved, run)
+    (run / "recipe.json").write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(run)
+    one_line(error, f"{run} is a run; make its drafter with: dflash export {run} {run}/drafter")
+    shutil.copytree(saved, run / "drafter")
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(run)
+    one_line(error, f"{run} is a run; its drafter is {run}/drafter")
+    assert load_drafter(run / "drafter").block_size == 8
+
+
+def damage_missing(folder):
+    rewrite(folder, lambda w: w.pop("layers.1.mlp.up_proj.weight"))
+
+
+def damage_extra(folder):
+    rewrite(folder, lambda w: w.update({"layers.2.mlp.up_proj.weight": mx.zeros(3)}))
+
+
+def damage_shape(folder):
+    rewrite(folder, lambda w: w.update({"fc.weight": w["fc.weight"][:, 1:]}))
+
+
+def damage_config_with(**changes):
+    return lambda folder: edit_config(folder, **changes)
+
+
+DAMAGE = {
+    "no config": (lambda d: (d / "config.json").unlink(), ["config.json is missing"]),
+    "broken JSON": (lambda d: (d / "config.json").write_text('{"a": '), ["config.json", "not valid JSON"]),
+    "config is no text": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), ["not valid JSON"]),
+    "config is a list": (lambda d: (d / "config.json").write_text("[1]"), ["must hold a JSON object", "list"]),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), ["no *.safetensors"]),
+    "truncated": (lambda d: truncate(d / "model.safetensors", 0.6), ["model.safetensors", "damaged or truncated"]),
+    "truncated header": (lambda d: os.truncate(d / "model.safetensors", 40), ["damaged or truncated"]),
+    "empty file": (lambda d: os.truncate(d / "model.safetensors", 0), ["damaged or truncated"]),
+    "not safetensors": (lambda d: (d / "model.safetensors").write_bytes(b"x" * 999), ["damaged or truncated"]),
+    "missing weight": (damage_missing, ["lacks layers.1.mlp.up_proj.weight"]),
+    "extra weight": (damage_extra, ["holds layers.2.mlp.up_proj.weight", "unknown"]),
+    "misshapen weight": (damage_shape, ["fc.weight", "(32, 95)", "(32, 96)"]),
+    "unknown config key": (damage_config_with(num_hidden_layer=3), ["'num_hidden_layer'", "did you mean"]),
+    "config of a deeper drafter": (damage_config_with(num_hidden_layers=3, layer_types=None), ["lacks", "and 8 more"]),
+    "unknown rope": (damage_config_with(rope_scaling={"rope_type": "spiral", "factor": 2}), ["spiral"]),
+    "rope without factor": (damage_config_with(rope_scaling={"rope_type": "linear"}), ["factor"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_drafter_is_refused_in_one_telling_line(saved, name):
+    damage, words = DAMAGE[name]
+    damage(saved)
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(saved)
+    one_line(error, *words)
+
+
+def test_a_drafter_is_not_made_from_a_bad_config_in_code():
+    with pytest.raises(CheckpointError, match="mask_token_id"):
+        DFlashDraftModel(DFlashConfig(8, 8, 1, 1, 1, vocab_size=4, mask_token_id=4, num_target_layers=4))
+
+
+# --- drafters of other targets ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 40}, ["hidden_size 40", "32"]),
+        ({"vocab_size": 300}, ["vocab_size 300", "264"]),
+        ({"num_target_layers": 6}, ["6", "4", "layers"]),
+        ({"num_target_layers": 6, "target_layer_ids": (0, 5)}, ["layers"]),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(tmp_path, target_folder, changes, words):
+    drafter_folder(tmp_path / "other", **changes)
+    with pytest.raises(IncompatibleModelsError) as error:
+        DFlashSpeculativeDecoder.from_pretrained(target_folder, tmp_path / "other")
+    one_line(error, *words, "trained for this target")
+
+
+@pytest.mark.parametrize("ids", [[0, 4], [-1, 2]])
+def test_layer_ids_out_of_range_are_refused(saved, ids):
+    config = json.loads((saved / "config.json").read_text())
+    edit_config(saved, dflash_config=config["dflash_config"] | {"target_layer_ids": ids})
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(saved)
+    one_line(error, "out of range", "0 to 3")
+
+
+def test_a_mask_id_outside_the_vocabulary_is_refused(saved):
+    config = json.loads((saved / "config.json").read_text())
+    edit_config(saved, dflash_config=config["dflash_config"] | {"mask_token_id": TEXT_VOCAB})
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(saved)
+    one_line(error, f"mask_token_id {TEXT_VOCAB}", "outside the vocabulary")
+
+
+def test_from_pretrained_loads_a_pair_that_decodes_what_plain_decoding_writes(saved, target_folder):
+    decoder = DFlashSpeculativeDecoder.from_pretrained(target_folder, saved, block_size=4)
+    assert decoder.block_size == 4
+    prompt = decoder.loaded_target.build_prompt("hi")
+    tokens, lead = plain_greedy(decoder.target_model, prompt, 20)
+    assert lead > 2e-4, "a near tie: float32 may fall on its other side"
+    ids = decoder.spec_generate(mx.array([prompt]), 20, stop_token_ids=[])
+    assert ids[0, len(prompt) :].tolist() == tokens
+
+
+def test_half_of_a_pair_is_refused(saved, target_folder):
+    no_drafter = "No drafter is bundled for this target"
+    for half, reason in (({"target": target_folder}, no_drafter), ({"drafter": saved}, "both")):
+        with pytest.raises(DFlashError) as error:
+            DFlashSpeculativeDecoder.from_pretrained(**half)
+        one_line(error, reason)
+
+
+# --- bad targets ------------------------------------------------------------------------------------------
+
+
+def drop_weight(folder):
+    rewrite(folder, lambda w: w.pop("model.norm.weight"))
+
+
+BAD_TARGETS = {
+    "no config": (lambda d: (d / "config.json").unlink(), CheckpointError, ["config.json"]),
+    "broken JSON": (lambda d: (d / "config.json").write_text("{"), CheckpointError, ["config.json"]),
+    "truncated": (lambda d: truncate(d / "model.safetensors", 0.6), CheckpointError, ["load"]),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), CheckpointError, ["safetensors"]),
+    "missing weight": (drop_weight, CheckpointError, ["1 parameters", "model.norm.weight"]),
+    "no model_type": (lambda d: (d / "config.json").write_text("{}"), CheckpointError, ["model_type"]),
+    "model_type unknown to mlx-lm": (damage_config_with(model_type="abacus"), CheckpointError, ["abacus"]),
+    "model_type without adapter": (damage_config_with(model_type="qwen2"), DFlashError, []),
+    "missing config value": (damage_config_with(hidden_size=None), CheckpointError, []),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TARGETS)
+def test_a_bad_target_is_refused_in_one_telling_line(tmp_path, target_folder, name):
+    damage, kind, words = BAD_TARGETS[name]
+    folder = tmp_path / "damaged-target"
+    shutil.copytree(target_folder, folder)
+    damage(folder)
+    with pytest.raises(kind) as error:
+        load_target(folder)
+    one_line(error, *words)
+    assert "damaged-target" in str(error.value) or isinstance(error.value, IncompatibleModelsError)

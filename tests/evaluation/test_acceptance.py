@@ -1,0 +1,103 @@
+"""Acceptance by kind: turns are asked after the target's own answers, rows add up, intervals hold the value."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+from support.models import TEXT_VOCAB, qwen3_model, random_drafter, wrapped_tokenizer
+
+import dflash
+from dflash.evaluation import BenchPrompt
+from dflash.evaluation.acceptance import acceptance_results, measure_turns, render_acceptance
+from dflash.prompts.conversations import Conversation
+from dflash.prompts.tokens import prompt_tokens
+from dflash.training.evaluate import Acceptance, measure
+
+
+def counts(blocks: int, committed: int) -> Acceptance:
+    return Acceptance(blocks, committed, np.array([blocks, blocks]), np.array([committed - blocks, 0]))
+
+
+def rendered(results) -> str:
+    console = Console(file=io.StringIO(), width=200, markup=False)
+    console.print(render_acceptance(results))
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def decoder():
+    drafter = random_drafter(3, TEXT_VOCAB)
+    return dflash.DFlashSpeculativeDecoder(qwen3_model(1, vocab=TEXT_VOCAB), drafter, wrapped_tokenizer())
+
+
+def talk(decoder, later: tuple[str, ...]) -> BenchPrompt:
+    said = Conversation(({"role": "user", "content": "Hi"},), "line 1", later=later)
+    return BenchPrompt("Hi", prompt_tokens(decoder.loaded_target, "Hi"), kind="talk", conversation=said)
+
+
+def test_a_later_turn_follows_the_targets_own_answer(decoder):
+    target, drafter = decoder.loaded_target, decoder.draft_model
+    records: list[dict] = []
+
+    def encode(messages):
+        return prompt_tokens(target, messages)
+
+    alone = BenchPrompt("Count", prompt_tokens(target, "Count"))
+    found = list(measure_turns(decoder, [talk(decoder, ("And?", "So?")), alone], encode, 9, trace=records.append))
+    assert [number for number, _ in found] == [0, 0, 0, 1]
+    messages = [{"role": "user", "content": "Hi"}]
+    asked = [r["prompt_tokens"] for r in records if r["record"] == "request"]
+    for turn, prompt, (_, part) in zip(("And?", "So?", None), asked[:3], found[:3], strict=True):
+        assert prompt == encode(messages)
+        own = measure(target, drafter, [prompt], 9)
+        assert (part.blocks, part.committed) == (own.blocks, own.committed)
+        answer = decoder.generate(messages, 9, 0.0)
+        assert answer
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    assert asked[3] == alone.tokens
+
+
+def test_a_turn_without_room_is_left_out_with_a_warning(decoder, monkeypatch, caplog):
+    longest = len(talk(decoder, ()).tokens) + 9
+    monkeypatch.setattr(type(decoder.loaded_target), "max_length", longest)
+    monkeypatch.setattr("dflash.training.evaluate.measure_each", lambda *args, **_: (counts(1, 2) for _ in args[2]))
+    found = list(
+        measure_turns(
+            decoder, [talk(decoder, ("And?",))], lambda messages: prompt_tokens(decoder.loaded_target, messages), 9
+        )
+    )
+    assert len(found) == 1
+    assert "line 1: a later turn is left out" in caplog.text
+
+
+def test_rows_by_kind_add_up_to_all_prompts():
+    parts = [counts(2, 4), counts(4, 8), counts(6, 8)]
+    found = acceptance_results(parts, ["chat", "code", "chat"], 3)
+    assert list(found["by_kind"]) == ["chat", "code"]
+    chat, code = found["by_kind"].values()
+    assert (chat["prompts"], chat["blocks"], chat["generated_tokens"]) == (2, 8, 12)
+    assert chat["acceptance_length"] == 12 / 8  # tokens over passes; the mean over prompts is 1.67
+    assert code["acceptance_length"] == 2.0
+    assert found["acceptance_length"] == pytest.approx(20 / 12)  # the mean of rows is 1.75
+    assert code["acceptance_length_interval"] is None
+    low, high = found["acceptance_length_interval"]
+    assert 1.3 <= low < found["acceptance_length"] < high <= 2.0
+    text = rendered(found)
+    assert text.splitlines()[1].split()[:5] == ["chat", "2", "8", "12", "1.50"]
+    assert "all prompts" in text
+    assert "passes of the target" in text
+
+
+def test_prompts_without_kinds_have_a_row_a_position():
+    found = acceptance_results([counts(2, 3)], [None], 3)
+    assert found["by_kind"] == {}
+    text = rendered(found)
+    assert "acceptance length 1.500 tokens per target pass" in text
+    assert text.splitlines()[-2].split() == ["1", "0.500"]
+
+
+def test_a_kind_without_a_block_has_no_length():
+    found = acceptance_results([counts(0, 0), counts(2, 4)], ["short", "long"], 3)
+    assert found["by_kind"]["short"]["acceptance_length"] is None
+    assert rendered(found).splitlines()[1].split()[:5] == ["short", "1", "0", "0", "-"]

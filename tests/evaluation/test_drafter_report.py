@@ -1,0 +1,51 @@
+"""What ``dflash doctor --drafter`` says of every kind of drafter."""
+
+import dataclasses
+
+import pytest
+from support.cli import assert_one_error, invoke
+from support.models import random_drafter
+
+from dflash import load_drafter, save_drafter
+from dflash.drafters.autoregressive import AutoregressiveDrafter
+from dflash.drafters.dflash2 import DFlash2Config, DFlash2DraftModel
+from dflash.drafters.kinds import drafters
+from dflash.evaluation.drafter_report import MEANINGS, drafter_report
+
+
+def test_doctor_shows_kind_weights_and_the_meaning_of_every_key(tmp_path):
+    shared = vars(random_drafter(1).config) | {"is_causal": False}
+    own = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
+    save_drafter(DFlash2DraftModel(DFlash2Config(**shared, **own)), tmp_path)
+    result = invoke("doctor", "--drafter", tmp_path)
+    assert result.exit_code == 0, result.output
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines() if line.strip()}
+    assert lines["kind"].startswith("dflash2: A DFlash 2 drafter.")
+    assert lines["drafts"] == "up to 7 tokens a block"
+    assert lines["reads"] == "the outputs of the target's layers 0, 1, 3"
+    assert lines["weights"].startswith("36 tensors, ")
+    assert lines["selector_top_k"] == f"6: {MEANINGS['selector_top_k']}"
+    assert lines["is_causal"].startswith("false: ")
+    assert lines["layer_types"].startswith("2 x full_attention: ")
+    assert set(lines) >= {field.name for field in dataclasses.fields(DFlash2Config)}
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_every_key_of_a_published_kind_has_a_meaning(kind):
+    keys = {field.name for field in dataclasses.fields(drafters.get(kind).config_class)}
+    assert keys <= MEANINGS.keys()
+
+
+def test_a_drafter_without_weights_is_described_and_one_that_is_not_there_is_one_line():
+    report = drafter_report(load_drafter("ngram"), "ngram")
+    assert report["reads"] == "the tokens alone"
+    assert report["kind"].startswith("NgramDrafter: ")
+    assert_one_error(invoke("doctor", "--drafter", "no/such/folder"), "no/such/folder")
+
+
+@pytest.mark.parametrize("name", ["ngram", "mtp", "ngram+mtp", "autoregressive", *drafters.all()])
+def test_what_a_kind_is_stands_in_plain_words(name):
+    kinds = drafters.all() | {"autoregressive": AutoregressiveDrafter}
+    about = (kinds[name] if name in kinds else type(load_drafter(name))).__doc__.partition("\n")[0]
+    assert ":class:" not in about
+    assert about.endswith(".")

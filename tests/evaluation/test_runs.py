@@ -1,0 +1,196 @@
+"""Runs are fair and say who failed: order of turns, identity, sampling, room for the answer."""
+
+from contextlib import contextmanager
+from itertools import groupby
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import make_sampler
+from support.bench import PROMPTS, scripted_side
+from support.models import writer
+
+from dflash import DFlashError
+from dflash import evaluation as bench
+from dflash.evaluation import DFLASH, PLAIN, runs
+from dflash.evaluation.report import Report
+
+
+def compared(target, plain, dflash, prompts=PROMPTS, runs=1, **options):
+    """Results of one drafter."""
+    return [r[DFLASH] for r in bench.compare(target, plain, {DFLASH: dflash}, prompts, runs, **options)]
+
+
+def test_sides_take_turns_and_the_warm_up_is_not_counted():
+    calls: list[str] = []
+    loaded = writer("x").loaded_target
+    sides = scripted_side("p", [5, 6], calls), scripted_side("d", [5, 6], calls)
+    results = compared(loaded, *sides, runs=3)
+    assert calls == list("pd" + "pddppd" + "dppddp")
+    assert [len(r.plain) for r in results] == [len(r.dflash) for r in results] == [3, 3]
+    assert all(r.difference is None for r in results)
+
+
+def test_both_sides_of_a_prompt_answer_with_the_threads_that_were_chosen_before_it():
+    calls: list[str] = []
+
+    class Threads:
+        @contextmanager
+        def in_use(self):
+            calls.append("(")
+            yield
+            calls.append(")")
+
+    sides = scripted_side("p", [5, 6], calls), scripted_side("d", [5, 6], calls)
+    compared(writer("x").loaded_target, *sides, runs=2, threads=Threads())
+    assert "".join(calls) == "(pd" + "pddp)" + "(dppd)"
+
+
+def test_a_pass_before_the_first_token_is_time_of_the_whole_request_alone(monkeypatch):
+    """mlx_lm computes its second token before it hands over the first."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def side(before_each: list[float]):
+        def answer(prompt):
+            for token, seconds in enumerate(before_each):
+                clock.now += seconds
+                yield bench.Step([token], "x", (0, 0) if token else None)
+
+        return answer
+
+    plain, dflash = (bench.time_side(side(times), [1]) for times in ([4.0, 1.0, 1.0], [3.0, 2.0, 1.0]))
+    assert (plain.seconds, dflash.seconds, plain.request_seconds, dflash.request_seconds) == (2.0, 3.0, 6.0, 6.0)
+    result = bench.PromptResult(PROMPTS[0], [plain], [dflash], None)
+    assert (result.ratios, result.request_ratios) == ([pytest.approx(2 / 3)], [1.0])
+    total = Report({}, [result], greedy=True).total()
+    assert (total["ratio"]["median"], total["request_ratio"]["median"]) == (pytest.approx(2 / 3), 1.0)
+
+
+def test_sides_that_answer_together_take_turns_by_pieces_and_draw_each_for_itself():
+    """With the same seed they write what they would write alone."""
+    calls: list[str] = []
+
+    def side(name: str):
+        def answer(prompt):
+            for i in range(100):
+                calls.append(name)
+                yield bench.Step([mx.random.randint(0, 200, (1,)).item()], "x", (0, 0) if i else None)
+
+        return answer
+
+    def answers(together: bool) -> bench.PromptResult:
+        target, sides = writer("x").loaded_target, (side("p"), side("d"))
+        return compared(target, *sides, PROMPTS[:1], greedy=False, seed=3, together=together)[0]
+
+    alone = answers(together=False)
+    calls.clear()
+    together = answers(together=True)
+    assert together.plain[0].tokens == together.dflash[0].tokens == alone.plain[0].tokens == alone.dflash[0].tokens
+    after_warm_up = [len(list(group)) for _, group in groupby(calls[200:])]
+    assert sum(after_warm_up) == 200
+    assert max(after_warm_up) <= 2 * runs.PIECE, "who went last in one turn goes first in the next"
+    assert 0 < together.plain[0].seconds < together.plain[0].request_seconds
+
+
+def test_several_drafters_take_turns_and_share_the_plain_runs():
+    calls: list[str] = []
+    plain, one, two = (scripted_side(name, [5, 6], calls) for name in "pab")
+    (first, second) = bench.compare(writer("x").loaded_target, plain, {"a": one, "b": two}, PROMPTS, runs=2)
+    assert calls == list("pab" + "pab" + "abp" + "abp" + "bpa")
+    assert list(first) == ["a", "b"]
+    assert first["a"].plain is first["b"].plain
+    assert [r.prompt.text for r in (first["a"], second["b"])] == ["one", "two"]
+
+
+def test_a_difference_is_found_with_position_tokens_and_margin():
+    decoder = writer("hello")
+    text = decoder.tokenizer.encode("hello")
+    wrong = [*text[:2], (text[2] + 1) % 200, *text[3:]]
+    sides = scripted_side("p", text, []), scripted_side("d", wrong, [])
+    (found,) = compared(decoder.loaded_target, *sides, PROMPTS[:1])
+    assert (found.difference.position, found.difference.plain, found.difference.dflash) == (2, text[2], wrong[2])
+    # Past its script the target wants its last token, the stop token, with logit 100, and all others at 0.
+    assert found.difference.margin == pytest.approx(100)
+
+
+def test_sampled_tokens_are_not_compared():
+    sides = scripted_side("p", [1, 2], []), scripted_side("d", [3], [])
+    (sampled,) = compared(writer("x").loaded_target, *sides, PROMPTS[:1], greedy=False)
+    assert sampled.difference is None
+
+
+@pytest.mark.parametrize("name", [PLAIN, DFLASH])
+def test_a_failing_side_is_an_error_that_names_side_and_prompt(name):
+    def broken(prompt):
+        raise RuntimeError("out of memory\nin a kernel")
+
+    good = scripted_side("g", [1, 2], [])
+    sides = (broken, good) if name == PLAIN else (good, broken)
+    with pytest.raises(DFlashError, match=f"^{name} failed on prompt 1: out of memory in a kernel$"):
+        compared(writer("x").loaded_target, *sides)
+
+
+def test_a_side_that_writes_nothing_is_an_error():
+    sides = scripted_side("p", [], []), scripted_side("d", [1], [])
+    with pytest.raises(DFlashError, match="plain mlx_lm wrote nothing"):
+        compared(writer("x").loaded_target, *sides)
+
+
+def test_counts_below_one_are_errors():
+    decoder = writer("x")
+    with pytest.raises(DFlashError, match="max_tokens must be at least 1"):
+        bench.plain_side(decoder.loaded_target, -1)
+    with pytest.raises(DFlashError, match="runs must be at least 1"):
+        compared(decoder.loaded_target, *2 * [scripted_side("s", [1], [])], runs=0)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 17, 60])
+def test_the_real_sides_write_the_same_tokens_and_text(max_tokens):
+    prompt = [65, 66]
+    decoder = writer("def f(x):\n    return x + 1 — ünïcode 🙂", prompt, p=0.7)
+    plain = bench.time_side(bench.plain_side(decoder.loaded_target, max_tokens), prompt)
+    shown: list[str] = []
+    dflash = bench.time_side(bench.dflash_side(decoder, max_tokens), prompt, shown.append)
+    assert plain.tokens == dflash.tokens
+    assert plain.text == dflash.decoding.text == "".join(shown)
+    assert plain.committed == plain.drafted == plain.accepted == []
+    assert sum(dflash.committed) + 1 == len(dflash.tokens) <= max_tokens
+    whole = [a + 1 for a in dflash.accepted]
+    assert dflash.committed[:-1] == whole[:-1]  # a stop token may cut the last block
+    assert all(a <= d for a, d in zip(dflash.accepted, dflash.drafted, strict=True))
+
+
+def test_a_prompt_on_which_a_side_fails_leaves_the_others():
+    def fails_on_the_first(prompt):
+        if prompt == PROMPTS[0].tokens:
+            raise RuntimeError("no memory")
+        return scripted_side("d", [5, 6], [])(prompt)
+
+    errors: list[DFlashError] = []
+    target, plain = writer("x").loaded_target, scripted_side("p", [5, 6], [])
+    (kept,) = compared(target, plain, fails_on_the_first, on_failure=errors.append)
+    assert kept.prompt is PROMPTS[1]
+    assert [str(error) for error in errors] == ["DFlash failed on prompt 1: no memory"]
+
+
+def test_answers_are_no_longer_than_the_room_that_is_left():
+    decoder = writer("many more words than these", [65, 66], policy="full")
+    for side in (bench.plain_side(decoder.loaded_target, 50, 8), bench.dflash_side(decoder, 50, longest=8)):
+        assert len(bench.time_side(side, [65, 66]).tokens) == 6
+
+
+def test_both_sides_take_samplers_and_logits_processors():
+    decoder = writer("wwww", [65, 66], policy="full")
+    letter = decoder.tokenizer.encode("w")[0]
+
+    def without(tokens, logits):
+        return mx.where(mx.arange(logits.shape[-1]) == letter, -mx.inf, logits)
+
+    plain = bench.plain_side(decoder.loaded_target, 4, logits_processors=[without])
+    dflash = bench.dflash_side(decoder, 4, logits_processors=[without])
+    answers = [bench.time_side(side, [65, 66]).tokens for side in (plain, dflash)]
+    assert answers[0] == answers[1]
+    assert letter not in answers[0]
+    sampled = bench.plain_side(decoder.loaded_target, 4, sampler=make_sampler(1.0, top_k=1))
+    assert bench.time_side(sampled, [65, 66]).tokens == [letter] * 4

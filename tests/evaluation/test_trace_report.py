@@ -1,0 +1,179 @@
+"""The report of traces: one file, no network, readable with a keyboard and on a phone; read in a headless browser."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from support.browser import BROWSER, run_in_page
+from support.cli import assert_one_error, invoke
+from support.models import TEXT_VOCAB, random_drafter, target, wrapped_tokenizer, writer
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, TraceFile
+from dflash.decoding.trace import read_records
+from dflash.evaluation.trace_report import report
+from dflash.study import read_traces
+
+ANSWER = "one <b>two</b> three & four </script> five six seven eight nine ten eleven twelve"
+PROMPT = [65, 66]
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on this machine")
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory) -> list[Path]:
+    """Two drafters on the same prompt; one has logits."""
+    folder = tmp_path_factory.mktemp("traces")
+    often, logits = folder / "often.jsonl", folder / "random.jsonl"
+    with TraceFile(often, drafter="scripted") as file:
+        writer(ANSWER, PROMPT, p=0.8).generate(PROMPT, trace=file, policy="full")
+    loaded = LoadedTargetModel(writer(ANSWER, PROMPT).target_model, wrapped_tokenizer())
+    drafter = random_drafter(3, TEXT_VOCAB, hidden_size=TEXT_VOCAB, num_target_layers=1, target_layer_ids=(0,))
+    DFlashSpeculativeDecoder(loaded, drafter).generate(PROMPT, trace=logits, policy="full")
+    return [often, logits]
+
+
+@pytest.fixture(scope="module")
+def page(traces, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    result = invoke("report", *traces, "-o", path)
+    assert result.exit_code == 0, result.output
+    assert re.fullmatch(r".*report.html \(\d+ kB\)\n", result.stdout, re.S)
+    return path
+
+
+class _Tags(HTMLParser):
+    def __init__(self, text: str):
+        super().__init__()
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href", "srcset", "action", "poster")]
+
+
+def test_the_page_refers_to_nothing_outside(page):
+    text = page.read_text()
+    assert _Tags(text).links == ["data:,"]
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org)|fetch\(|XMLHttpRequest|import\(", text)
+
+
+def test_a_report_has_less_than_a_megabyte_for_256_tokens(tmp_path):
+    loaded = LoadedTargetModel(target("qwen3", 1, TEXT_VOCAB).model, wrapped_tokenizer())
+    decoder = DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB, block_size=16), policy="full")
+    decoder.generate([65, 66, 67], max_tokens=64, trace=tmp_path / "a.jsonl")  # a block for almost every token
+    records = list(read_records(tmp_path / "a.jsonl"))
+    assert sum(len(r["tokens"]) for r in records[1:]) == 64
+    assert len(records) > 50
+    assert invoke("report", tmp_path / "a.jsonl", "-o", tmp_path / "a.html").exit_code == 0
+    assert (tmp_path / "a.html").stat().st_size < 1_000_000 * 64 / 256
+
+
+@pytest.mark.parametrize("arguments", [("--texts", "0"), ("nothing.jsonl",)])
+def test_what_cannot_be_shown_is_one_line(traces, tmp_path, arguments):
+    result = invoke(
+        "report", *([traces[0]] if arguments[0] == "--texts" else []), *arguments, "-o", tmp_path / "x.html"
+    )
+    assert result.exit_code in (1, 2)
+    assert not (tmp_path / "x.html").exists()
+    if result.exit_code == 1:
+        assert_one_error(result, "nothing.jsonl")
+
+
+def test_a_page_is_not_written_into_a_folder_that_is_not_there(traces, tmp_path):
+    result = invoke("report", traces[0], "-o", tmp_path / "no" / "x.html")
+    assert_one_error(result, "--output .*x.html: there is no folder .*no; make it, or name another")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("policy", ["full", 1])
+@pytest.mark.parametrize("requests", [1, 2])
+def test_survival_has_bands_of_several_requests_and_says_what_a_policy_does_to_it(requests, policy):
+    records: list[dict] = []
+    for _ in range(requests):
+        writer(ANSWER, PROMPT, p=0.8).generate(PROMPT, trace=records.append, policy=policy)
+    text = report(read_traces(records))
+    assert ('<polygon class="band' in text) == ("Bands are 95 % intervals" in text) == (requests > 1)
+    assert ("makes this rise" in text) == (policy == 1)
+
+
+@needs_browser
+def test_the_texts_stand_side_by_side_as_they_were_written(page, tmp_path):
+    found = run_in_page(
+        page,
+        """const read = (node) => { const copy = node.cloneNode(true);
+             copy.querySelectorAll('.tail').forEach((n) => n.remove()); return copy.textContent; };
+           const boxes = [...document.querySelectorAll('.text')];
+           return {texts: boxes.map(read), tops: boxes.map((b) => b.getBoundingClientRect().top),
+                   names: [...document.querySelectorAll('.sides h4')].map((n) => n.textContent),
+                   plots: document.querySelectorAll('svg[role=img][aria-label]').length};""",
+        tmp_path,
+    )
+    assert found["texts"] == [ANSWER, ANSWER]
+    assert found["names"] == ["often", "random"]
+    assert found["tops"][0] == found["tops"][1]
+    assert found["plots"] == 4
+
+
+@needs_browser
+def test_a_block_tells_its_drafts_when_it_is_pointed_at_focused_or_clicked(page, traces, tmp_path):
+    _, *blocks = read_records(traces[1])
+    texts: dict[str, str] = {}
+    for block in blocks[:3]:
+        texts |= block["texts"]
+    expected = [texts[str(token)].replace("\n", "⏎") or "·" for token in blocks[2]["drafts"]]
+    found = run_in_page(
+        page,
+        """const place = document.getElementById('text1-block2'), detail = document.getElementById('detail');
+           const read = () => ({heading: (detail.querySelector('h3') || {}).textContent,
+             drafts: [...detail.querySelectorAll('tbody tr')].map((r) => r.children[1].firstChild.textContent),
+             shown: !detail.classList.contains('empty')});
+           const fire = (node, name, more) => node.dispatchEvent(new KeyboardEvent(name, {bubbles: true, ...more}));
+           const seen = {first: read()};
+           place.dispatchEvent(new MouseEvent('mouseover', {bubbles: true})); seen.hover = read();
+           const focused = () => document.hasFocus() ||  // a window that is not in front yet sends no such events
+             document.activeElement.dispatchEvent(new FocusEvent('focusin', {bubbles: true}));
+           document.getElementById('text1-block0').focus(); focused(); seen.focus = read();
+           fire(document.activeElement, 'keydown', {key: 'ArrowRight'}); focused();
+           fire(document.activeElement, 'keydown', {key: 'ArrowRight'}); focused();
+           seen.arrows = [document.activeElement.id, document.activeElement.tabIndex, read()];
+           fire(document.activeElement, 'keydown', {key: 'Enter'});
+           seen.pressed = place.getAttribute('aria-pressed');
+           document.getElementById('text1-block0').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}));
+           seen.chosen = read();
+           fire(document.activeElement, 'keydown', {key: 'Escape'}); seen.escaped = read();
+           place.click(); seen.clicked = read();
+           const close = detail.querySelector('button.close'); close.focus(); close.click(); seen.closed = read();
+           seen.back = document.activeElement.id;
+           seen.tabStops = document.querySelectorAll('.block[tabindex="0"]').length;
+           return seen;""",
+        tmp_path,
+    )
+    heading = f"random, block 2: {blocks[2]['accepted']} of {blocks[2]['verified']} checked drafts accepted"
+    shown = {"heading": heading, "drafts": expected, "shown": True}
+    assert not found["first"]["shown"]
+    assert found["hover"] == shown == found["chosen"] == found["clicked"]
+    assert found["focus"]["heading"] == "random, block 0: the prompt's own pass"
+    assert found["arrows"] == ["text1-block2", 0, shown]
+    assert found["pressed"] == "true"
+    assert (found["escaped"]["shown"], found["closed"]["shown"]) == (False, False)
+    assert found["back"] == "text1-block2"
+    assert found["tabStops"] == 2  # one a text; the arrow keys do the rest
+
+
+@needs_browser
+def test_on_a_phone_nothing_is_wider_than_the_screen_and_a_tap_opens_a_sheet(page, tmp_path):
+    found = run_in_page(
+        page,
+        """const rejected = document.getElementById('show-rejected'); rejected.click();
+           const tail = getComputedStyle(document.querySelector('.tail:not(.key)')).display;
+           document.getElementById('text0-block1').click();
+           const detail = document.getElementById('detail');
+           return {width: document.documentElement.scrollWidth, screen: innerWidth, tail,
+                   at: getComputedStyle(detail).position,
+                   bottom: detail.getBoundingClientRect().bottom - innerHeight};""",
+        tmp_path,
+        width=500,  # the least that the browser gives a window
+    )
+    assert found["width"] <= found["screen"] <= 500
+    assert found["tail"] == "inline"
+    assert (found["at"], found["bottom"]) == ("fixed", 0)

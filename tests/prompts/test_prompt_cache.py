@@ -1,0 +1,260 @@
+"""A prompt that was read before changes no token, with every kind of cache, in memory and from a file."""
+
+import logging
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from support.models import ScriptedDrafter, bound_drafter, plain_greedy, qwen3_model, random_drafter, target
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy
+from dflash.adapters.conformance import small_models as small
+from dflash.core.errors import DFlashError, GenerationError, IncompatibleModelsError
+
+NEAR_TIE = 2e-4
+FIRST, SECOND, THIRD = [3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5], [8, 9, 7, 9, 3]
+NO_STOP = {"stop_token_ids": []}
+QUANTISED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+KINDS = {
+    "KVCache": (lambda: small.build("qwen3"), {}),
+    "QuantizedKVCache": (lambda: small.build("qwen3", seed=3, head_dim=32), QUANTISED),
+    "RotatingKVCache": (lambda: small.build("llama"), {}),
+    "KeptWindowCache": (lambda: small.build("qwen3", seed=3), {"max_kv_size": 13}),
+    "ChunkedKVCache": (lambda: small.build("llama4"), {}),
+    "ArraysCache": (lambda: small.build("qwen3_5", seed=5), {}),
+    "CacheList(KVCache, KVCache)": (lambda: small.build("deepseek_v32"), {}),
+    "CacheList(ArraysCache, KVCache)": (lambda: small.build("falcon_h1"), {}),
+}
+
+
+def read_by(decoder) -> list[int]:
+    """How many tokens each prompt pass of ``decoder`` reads from now on."""
+    lengths, forward = [], decoder.loaded_target.forward_hidden
+    decoder.loaded_target.forward_hidden = lambda tokens, *rest: (
+        lengths.append(tokens.shape[1]) or forward(tokens, *rest)
+    )
+    return lengths
+
+
+def continued_plainly(model, pieces, count, **options) -> list[int]:
+    """Plain mlx-lm over the same pieces with one cache, as its users do: its own answer is fed with the next piece."""
+    cache, text, fed = make_prompt_cache(model, options.pop("max_kv_size", None)), [], 0
+    for piece in pieces:
+        text += piece
+        answer = generate_step(mx.array(text[fed:]), model, max_tokens=count, prompt_cache=cache, **options)
+        for token, logprobs in answer:
+            best = mx.sort(logprobs)[-2:].tolist()
+            assert best[1] - best[0] > NEAR_TIE
+            text.append(int(token))
+        fed = len(text)  # its last pass was that of the last token
+    return text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_of_a_conversation_continue_each_other_in_memory_and_from_a_file(kind, tmp_path, caplog):
+    build, options = KINDS[kind]
+    model = build()
+    expected = continued_plainly(model, [FIRST, SECOND, THIRD], 20, **options)
+    drafter = ScriptedDrafter(expected, 64, 0.8)
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), drafter, **options)
+    cache, text = decoder.make_prompt_cache(), []
+    if kind == "KeptWindowCache":  # mlx-lm masks what is read in one pass otherwise, and we read the last token later
+        expected = []
+        for piece in (FIRST, SECOND, THIRD):
+            expected = decoder.spec_generate(expected + piece, 20, prompt_cache=cache, **NO_STOP)[0].tolist()
+        cache = decoder.make_prompt_cache()
+    read = read_by(decoder)
+    with caplog.at_level(logging.WARNING):
+        for piece in (FIRST, SECOND, THIRD):
+            text = decoder.spec_generate(text + piece, 20, prompt_cache=cache, **NO_STOP)[0].tolist()
+            assert text == expected[: len(text)]
+            assert len(text) - len(cache.tokens) in (0, 1)
+            cache.save(tmp_path / "cache.safetensors")
+            cache = decoder.load_prompt_cache(tmp_path / "cache.safetensors")
+    assert "anew" not in caplog.text
+    # With the last token of each answer, and the pass that tries each file.
+    assert sum(read) <= len(FIRST) + len(SECOND) + len(THIRD) + 2 + 3, "what was held was read again"
+    assert text == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
+def test_the_drafters_context_is_continued_too(kind, tmp_path):
+    """Drafts are the same as those of a request without a cache."""
+    decoder = DFlashSpeculativeDecoder(target(kind, 3), bound_drafter(kind, 3), policy="full")
+    cache = decoder.make_prompt_cache()
+    answer = decoder.spec_generate(FIRST * 3, 30, prompt_cache=cache, **NO_STOP)[0].tolist()
+    assert answer == decoder.spec_generate(FIRST * 3, 30, **NO_STOP)[0].tolist()
+    cache.save(tmp_path / "cache.safetensors")
+    assert cache.draft_cache.offset == cache.target_cache.offset == len(cache.tokens)
+
+    def drafts(**options) -> list[list[int]]:
+        wanted = decoder._request_options({"max_tokens": 30, **NO_STOP, **options})
+        return [step.block.drafted for step in decoder._steps(answer + SECOND, wanted)]
+
+    loaded = decoder.load_prompt_cache(tmp_path / "cache.safetensors")
+    assert drafts(prompt_cache=cache) == drafts(prompt_cache=loaded) == (expected := drafts())
+    assert len(expected) > 2
+
+
+@pytest.mark.parametrize("kind", ["KVCache", "RotatingKVCache", "ArraysCache", "CacheList(ArraysCache, KVCache)"])
+def test_an_answer_that_stops_in_a_block_is_continued_from_its_stop_token(kind, caplog):
+    model = KINDS[kind][0]()
+    text, lead = plain_greedy(model, FIRST, 40)
+    assert lead > NEAR_TIE
+    stop = next(t for i, t in enumerate(text) if i > 6 and t not in text[:i])
+    turn = [*FIRST, *text[: text.index(stop) + 1]]
+    expected, _ = plain_greedy(model, turn + SECOND, 20)
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), ScriptedDrafter(FIRST + text, 64, 1.0))
+    cache = decoder.make_prompt_cache()
+    with caplog.at_level(logging.WARNING):
+        first = decoder.spec_generate(FIRST, 40, stop_token_ids=[stop], prompt_cache=cache)[0].tolist()
+        assert first == turn
+        assert cache.tokens == turn[: len(cache.tokens)]
+        read = read_by(decoder)
+        again = decoder.spec_generate(turn + SECOND, 20, prompt_cache=cache, **NO_STOP)[0].tolist()
+    assert again == turn + SECOND + expected
+    assert sum(read) <= len(SECOND) + 1
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_goes_another_way_goes_back_or_is_read_anew(kind, caplog):
+    build, options = KINDS[kind]
+    model = build()
+    drafter = ScriptedDrafter(FIRST, 64, 0.5)
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), drafter, policy="full", **options)
+    cache, other = decoder.make_prompt_cache(), [*FIRST[:5], 7, 7]
+    decoder.spec_generate(FIRST, 30, prompt_cache=cache, **NO_STOP)
+    read = read_by(decoder)
+    with caplog.at_level(logging.WARNING):
+        again = decoder.spec_generate(other, 30, prompt_cache=cache, **NO_STOP)[0].tolist()
+    goes_back = kind in ("KVCache", "QuantizedKVCache", "CacheList(KVCache, KVCache)")
+    assert sum(read) == len(other) - (5 if goes_back else 0)
+    assert ("anew" in caplog.text) is not goes_back
+    assert again == decoder.spec_generate(other, 30, **NO_STOP)[0].tolist()
+    once_more = decoder.spec_generate(other, 30, prompt_cache=cache, **NO_STOP)[0].tolist()  # the very same prompt
+    assert once_more == again
+
+
+class Dozing(Policy):
+    """Three tokens asleep, a block, three tokens asleep ..."""
+
+    def begin(self) -> None:
+        self.left = 3
+
+    def sleep(self) -> int:
+        return self.left
+
+    def observe(self, block) -> None:
+        self.left = self.left - 1 if block.asleep else 3
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 9])
+def test_a_request_that_ends_in_a_nap_leaves_both_caches_with_the_same_tokens(count):
+    """The drafter gets the features of the steps that it slept through, also where the caller has stopped."""
+    decoder = DFlashSpeculativeDecoder(target("llama", 3), bound_drafter("llama", 3))
+    text = decoder.spec_generate(FIRST, 20, **NO_STOP)[0].tolist()
+    cache = decoder.make_prompt_cache()
+    steps = decoder._steps(FIRST, decoder._request_options({"prompt_cache": cache, "policy": Dozing(), **NO_STOP}))
+    seen = [token for _, step in zip(range(count), steps, strict=False) for token in step.tokens]
+    steps.close()
+    assert seen == text[len(FIRST) :][: len(seen)]
+    assert cache.draft_cache.offset == cache.target_cache.offset == len(cache.tokens)
+    assert cache.tokens == text[: len(cache.tokens)]
+    fresh = decoder.make_prompt_cache()
+    decoder.cache_prompt(cache.tokens, fresh)
+    for ours, theirs in zip(cache.draft_cache.state, fresh.draft_cache.state, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+# --- mlx-lm's own files -----------------------------------------------------------------------------------
+
+
+def read_by_mlx_lm(model, prompt, file) -> list:
+    cache = make_prompt_cache(model)
+    list(generate_step(mx.array(prompt), model, max_tokens=0, prompt_cache=cache))
+    save_prompt_cache(str(file), cache, {"model": "m", "tokenizer_config": "{}"})
+    return cache
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
+def test_a_file_of_mlx_lms_is_continued_by_a_drafter_that_sees_what_follows(kind, tmp_path, caplog):
+    model, file = target(kind, 3).model, tmp_path / "theirs.safetensors"
+    read_by_mlx_lm(model, FIRST * 2, file)
+    expected = [
+        t for t, _ in generate_step(mx.array(SECOND), model, max_tokens=30, prompt_cache=load_prompt_cache(file))
+    ]
+    decoder = DFlashSpeculativeDecoder(target(kind, 3), bound_drafter(kind, 3), policy="full")
+    with caplog.at_level(logging.WARNING):
+        cache = decoder.load_prompt_cache(file)
+    assert "no context of this drafter" in caplog.text
+    assert cache.tokens == [0] * 14
+    assert (cache.draft_cache.offset, [layer.held for layer in cache.draft_cache.layers]) == (14, [0, 0])
+    ours = decoder.spec_generate([*cache.tokens, *SECOND], 30, prompt_cache=cache, **NO_STOP)[0].tolist()
+    assert ours[14 + len(SECOND) :] == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "sliding"])
+def test_mlx_lm_continues_a_file_of_ours(kind, tmp_path):
+    decoder = DFlashSpeculativeDecoder(target(kind, 3), bound_drafter(kind, 3))
+    cache, file = decoder.make_prompt_cache(), tmp_path / "ours.safetensors"
+    decoder.cache_prompt(FIRST * 2, cache)
+    assert cache.tokens == FIRST * 2
+    cache.save(file, {"model": "m"})
+    theirs, metadata = load_prompt_cache(str(file), return_metadata=True)
+    assert (metadata["model"], metadata["tokenizer_config"]) == ("m", "{}")
+    continued = [
+        t for t, _ in generate_step(mx.array(SECOND), decoder.target_model, max_tokens=20, prompt_cache=theirs)
+    ]
+    assert continued == plain_greedy(decoder.target_model, FIRST * 2 + SECOND, 20)[0]
+
+
+def test_a_file_with_another_drafters_context_is_used_without_it(tmp_path, caplog):
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 3), bound_drafter("qwen3", 3))
+    cache = decoder.make_prompt_cache()
+    decoder.cache_prompt(FIRST, cache)
+    cache.save(tmp_path / "a.safetensors")
+    other = DFlashSpeculativeDecoder(target("qwen3", 3), random_drafter(9, 32))
+    with caplog.at_level(logging.WARNING):
+        again = other.load_prompt_cache(tmp_path / "a.safetensors")
+    assert "no context of this drafter" in caplog.text
+    assert (again.tokens, again.draft_cache.offset, again.draft_cache.layers[0].held) == (FIRST, len(FIRST), 0)
+
+
+def test_what_is_no_prompt_cache_of_this_model_is_one_line(tmp_path):
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 3), bound_drafter("qwen3", 3))
+    cache, file = decoder.make_prompt_cache(), tmp_path / "c.safetensors"
+    with pytest.raises(GenerationError, match="is empty"):
+        cache.save(file)
+    decoder.cache_prompt(FIRST, cache)
+    with pytest.raises(GenerationError, match=r"is a \.safetensors file"):
+        cache.save(tmp_path / "c.npz")
+    with pytest.raises(GenerationError, match="Cannot read the prompt cache"):
+        decoder.load_prompt_cache(tmp_path / "none.safetensors")
+    mx.save_safetensors(str(file), {"x": mx.zeros(3)})
+    with pytest.raises(GenerationError, match="Cannot read the prompt cache"):
+        decoder.load_prompt_cache(file)
+    cache.save(file)
+    twin = DFlashSpeculativeDecoder(target("qwen3", 5), bound_drafter("qwen3", 5))  # of the same shape
+    with pytest.raises(IncompatibleModelsError, match="made for another target"):
+        twin.load_prompt_cache(file)
+    for model in (target("sliding", 3).model, qwen3_model(3, head_dim=16), qwen3_model(3, layers=5)):
+        read_by_mlx_lm(model, FIRST, file)
+        with pytest.raises(IncompatibleModelsError, match="made for another target"):
+            decoder.load_prompt_cache(file)
+    with pytest.raises(IncompatibleModelsError, match="belongs to another decoder"):
+        twin.spec_generate(FIRST, 3, prompt_cache=cache)
+    with pytest.raises(DFlashError, match="prompt_cache must be"):
+        decoder.spec_generate(FIRST, 3, prompt_cache=[])
+
+
+def test_a_cache_that_is_quantised_otherwise_is_refused():
+    model = KINDS["QuantizedKVCache"][0]()
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), ScriptedDrafter([], 64), **QUANTISED)
+    cache = decoder.make_prompt_cache()
+    text = decoder.spec_generate(FIRST, 3, prompt_cache=cache, **NO_STOP)[0].tolist()
+    with pytest.raises(GenerationError, match="quantised with kv_bits 8 and kv_group_size 32, the request asks for 4"):
+        decoder.spec_generate([*text, 3], 3, prompt_cache=cache, kv_bits=4)

@@ -153,7 +153,7 @@ def test_the_real_sides_write_the_same_tokens_and_text(max_tokens):
     shown: list[str] = []
     dflash = bench.time_side(bench.dflash_side(decoder, max_tokens), prompt, shown.append)
     assert plain.tokens == dflash.tokens
-    assert plain.text == dflash.decoding.text == "".join(shown)
+    assert plain.text == dflash.text == "".join(shown)
     assert plain.committed == plain.drafted == plain.accepted == []
     assert sum(dflash.committed) + 1 == len(dflash.tokens) <= max_tokens
     whole = [a + 1 for a in dflash.accepted]

@@ -62,7 +62,7 @@ tree, row ``i + 1`` holds the logits after draft ``i`` and what it follows. A ru
 ``propose(drafter, anchor, length, cache, sampler) -> Proposal`` says how the drafter is asked.
 """
 
-VERIFY_RULES: Registry[VerifyRule] = Registry("verification rule", "dflash.decoding.verify")
+VERIFY_RULES: Registry[VerifyRule] = Registry("verification rule", "dflash.verify")
 
 
 def register_verify(name: str) -> Callable[[VerifyRule], VerifyRule]:

@@ -42,7 +42,7 @@ library_name: mlx
 # A DFlash drafter for {title}
 
 A block-diffusion drafter of {layers} layers that fills blocks of {block_size} tokens, for lossless speculative
-decoding with [DFlash for MLX](https://pypi.org/project/dflash-research/). It works only with the target that
+decoding with DFlash for MLX (the Python package `dflash-research`). It works only with the target that
 it was trained for.
 
 ```

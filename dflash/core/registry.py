@@ -7,7 +7,8 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,6 +46,16 @@ class Registry(Generic[T]):
             return thing
 
         return register
+
+    @contextmanager
+    def temporary(self, name: str, thing: T) -> Iterator[T]:
+        """Let ``thing`` be known as ``name`` inside the ``with`` block only."""
+        before = dict(self._known)
+        self.register(name)(thing)
+        try:
+            yield thing
+        finally:
+            self._known = before
 
     def load_entry_points(self) -> None:
         """Import what other packages announce, once. A broken package is a warning here, an error where needed."""

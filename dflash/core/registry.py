@@ -50,12 +50,13 @@ class Registry(Generic[T]):
     @contextmanager
     def temporary(self, name: str, thing: T) -> Iterator[T]:
         """Let ``thing`` be known as ``name`` inside the ``with`` block only."""
-        before = dict(self._known)
+        before = {name: self._known[name]} if name in self._known else {}
         self.register(name)(thing)
         try:
             yield thing
         finally:
-            self._known = before
+            del self._known[name]
+            self._known |= before  # and what entry points registered meanwhile
 
     def load_entry_points(self) -> None:
         """Import what other packages announce, once. A broken package is a warning here, an error where needed."""

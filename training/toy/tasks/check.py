@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from dflash.evaluation.checks import register_check
+
 from .reference import reference, telling_inputs
 from .sandbox import refuse, run_programs
 
@@ -55,6 +57,12 @@ def check_answers(pairs: Iterable[tuple[str, dict[str, Any]]]) -> list[CheckResu
     for (index, check), (_, inputs), (outputs, problem) in zip(waiting, programs, run_programs(programs), strict=True):
         verdicts[index] = CheckResult(False, problem) if problem else _compare(outputs, inputs, check)
     return [verdict for verdict in verdicts if verdict is not None]
+
+
+@register_check("function", "known", "problem")
+def passed(pairs: Iterable[tuple[str, dict[str, Any]]]) -> list[bool]:
+    """Whether each answer is right, as ``dflash bench`` asks."""
+    return [verdict.ok for verdict in check_answers(pairs)]
 
 
 def extract_code(text: str) -> str:

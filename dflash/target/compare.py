@@ -1,8 +1,4 @@
-"""Do two caches, or two arrays, hold the same? With the first difference in words.
-
-Knows mlx-lm's cache classes: which of their entries a layer can still read, in the order of time. Must not
-know models or decoding.
-"""
+"""Compare two arrays, or everything that layers can still read from two lists of caches; name the first difference."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -52,12 +48,24 @@ def assert_same_caches(ours: Sequence[Any], theirs: Sequence[Any], where: str = 
             assert_close(f"layer {layer} {name} {where}".rstrip(), x, y, limit)
 
 
+def rounding_limit(caches: Sequence[Any], dtype: mx.Dtype) -> float:
+    """Largest relative difference that rounding may make in what is computed in ``dtype`` over ``caches``.
+
+    Float rounding can move a cached number across the boundary between two quantisation levels, and the logits follow.
+    """
+    levels = [_level(cache) for cache in _members(caches) if isinstance(cache, QuantizedKVCache)]
+    return max([tolerance(dtype), *levels])
+
+
+def _members(caches: Sequence[Any]) -> list[Any]:
+    return [m for c in caches for m in (_members(c.caches) if isinstance(c, CacheList) else [c])]
+
+
 def windows(caches: Sequence[Any]) -> list[int]:
     """Sizes of the windows among ``caches``, in tokens."""
-    members = [m for c in caches for m in (c.caches if isinstance(c, CacheList) else [c])]
     return [
         getattr(m, "max_size", None) or m.chunk_size
-        for m in members
+        for m in _members(caches)
         if hasattr(m, "max_size") or hasattr(m, "chunk_size")
     ]
 
@@ -74,10 +82,14 @@ def _entries(cache: Any) -> list[tuple[str, mx.array, float | None]]:
         return []
     both = (("keys", cache.keys), ("values", cache.values))
     if isinstance(cache, QuantizedKVCache):
-        level = 2.0 / (2**cache.bits - 1)  # rounding may move a number by one level of its group's range
         whole = [(n, _dequantized(cache, x)) for n, x in both]
-        return [(f"{kind} {n}", x[..., : cache.offset, :], level) for n, x in whole]
+        return [(f"{kind} {n}", x[..., : cache.offset, :], _level(cache)) for n, x in whole]
     return [(f"{kind} {n}", _readable(cache, x), None) for n, x in both]
+
+
+def _level(cache: QuantizedKVCache) -> float:
+    """One quantisation level, relative to the largest number: a group's range is at most twice that number."""
+    return 2.0 / (2**cache.bits - 1)
 
 
 def _dequantized(cache: QuantizedKVCache, parts: tuple[mx.array, mx.array, mx.array]) -> mx.array:

@@ -18,7 +18,7 @@ import mlx.core as mx
 from ..adapters.calls import Call, Pass, embedding_factors, factor, streams
 from ..core.progress import progress
 from ..core.trees import rows_before
-from .compare import Mismatch, assert_close, assert_same_caches, windows
+from .compare import Mismatch, assert_close, assert_same_caches, rounding_limit, windows
 
 if TYPE_CHECKING:
     from .model import LoadedTargetModel
@@ -277,7 +277,7 @@ def _rewinds(trial: Trial) -> None:
         rewound.rewind(length + kept)
         expected, _ = target.forward_with_hidden_states(tokens[:, :kept], fed, ())
         where = f"after {fed.offset} tokens (round {number}, {kept} of {block} kept)"
-        assert_close(f"logits {where}", logits[:, :kept], expected)
+        assert_close(f"logits {where}", logits[:, :kept], expected, rounding_limit(fed, expected.dtype))
         assert_same_caches(rewound, fed, where)
 
 
@@ -295,7 +295,8 @@ def tree_equals_its_paths(trial: Trial) -> None:
     for way in [rows for rows in rows_before(TREE) if rows[-1] - 1 not in TREE]:
         logits, _ = target.forward_with_hidden_states(tokens, tree, (), TREE)
         expected, _ = target.forward_with_hidden_states(tokens[:, mx.array(way)], paths, ())
-        assert_close(f"logits of the path {way[1:]}", logits[:, mx.array(way)], expected)
+        rows, limit = logits[:, mx.array(way)], rounding_limit(paths, expected.dtype)
+        assert_close(f"logits of the path {way[1:]}", rows, expected, limit)
         tree.keep(way)
         assert_same_caches(tree, paths, f"of the path {way[1:]}")
 

@@ -28,6 +28,7 @@ from dflash.core.files import exclusive_lock, read_json, remove_unfinished, writ
 from dflash.core.progress import progress
 from dflash.drafters.kinds import config_of
 from dflash.drafters.protocol import Drafter
+from dflash.evaluation.acceptance import Acceptance, measure
 
 from ..core.settings import to_dict
 from . import reporting as _registers_its_callbacks  # noqa: F401
@@ -38,7 +39,7 @@ from .data.mask_token import require_unused
 from .data.sequences import Sequences
 from .drafters.init import new_drafter
 from .drafters.loss import Batch, Scores, drafter_loss
-from .evaluate import Acceptance, heldout_batches, heldout_prompts, heldout_scores, measure
+from .evaluate import heldout_batches, heldout_prompts, heldout_scores
 from .export import EXPORTED, VOCABULARY, export, require_only_a_drafter, write_vocabulary
 from .features import (
     CachedFeatures,

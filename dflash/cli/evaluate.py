@@ -17,7 +17,7 @@ from .requests import Form, Requests, that_fit
 
 if TYPE_CHECKING:
     from ..evaluation import BenchPrompt
-    from ..training.evaluate import Acceptance
+    from ..evaluation.acceptance import Acceptance
 
 app = typer.Typer()
 
@@ -121,7 +121,7 @@ def _parts(
 ) -> tuple[list["Acceptance"], bool]:
     """Counts of each prompt that was answered, all its turns together, and whether Ctrl-C came before the last."""
     from ..core.progress import progress
-    from ..training.evaluate import total
+    from ..evaluation.acceptance import total
 
     answers = sum(1 + (len(p.conversation.later) if p.conversation else 0) for p in prompts)
     parts: list[Acceptance] = []

@@ -1,31 +1,129 @@
-"""Acceptance by decoding, prompt by prompt: conversations in turns, rows by kind, a table.
+"""Acceptance measured by decoding, without plain decoding next to it: counts of each answer, rows by kind, a table.
 
-Knows counts by prompt. Must not know the command line, where prompts come from, or how a block is counted
-(``training/evaluate.py``).
-
-The acceptance length tau is that of all prompts of a row together: tokens committed over passes of the target, the
+The acceptance length tau of several prompts is that of their blocks together: tokens committed over target passes, the
 prompts' own passes left out. Long answers weigh more than short ones, as in engines' counters; z-lab's script
 (github.com/z-lab/dflash) takes the mean over answers, which ``by_prompt`` of the JSON gives too.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import takewhile
+from sys import maxsize
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..decoding.trace import Record, Trace, together
+from ..drafters.protocol import Drafter
 from ..generate import DFlashSpeculativeDecoder
-from ..training import evaluate
-from ..training.evaluate import Acceptance
-from .bootstrap import bootstrap, ratio_of_sums
+from ..target import LoadedTargetModel
 from .runs import BenchPrompt
+from .statistics import bootstrap, ratio_of_sums
 
 logger = logging.getLogger(__name__)
 
 FIRST = 6  # positions in the table of kinds
 TAU = "tau: the blocks' tokens over passes of the target, of a row's prompts together; in brackets the 95 % interval"
+
+
+# --- counts ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counts over the blocks of a decoding; those of several parts add up.
+
+    ``committed`` tokens came from ``blocks`` target passes. Of the blocks that verified a draft at position
+    ``i + 1`` (``verified[i]``), ``accepted[i]`` accepted it and all before it. A position after a stop
+    token counts as not verified.
+    """
+
+    blocks: int
+    committed: int
+    verified: np.ndarray
+    accepted: np.ndarray
+
+    @property
+    def length(self) -> float | None:
+        """Acceptance length tau: tokens committed per target pass; ``None`` if no answer was long enough for one."""
+        return self.committed / self.blocks if self.blocks else None
+
+    @property
+    def by_position(self) -> list[float]:
+        """Fraction of blocks whose drafts up to position ``1, 2, ..`` were all accepted; 0 if none was verified."""
+        return (self.accepted / np.maximum(self.verified, 1)).tolist()
+
+    def results(self) -> dict[str, Any]:
+        """Plain data for logs and JSON."""
+        return {
+            "acceptance_length": self.length,
+            "acceptance_by_position": self.by_position,
+            "blocks": self.blocks,
+            "generated_tokens": self.committed,
+        }
+
+
+def total(parts: Iterable[Acceptance], block_size: int) -> Acceptance:
+    """Counts over all ``parts``, which have ``block_size - 1`` positions each."""
+    none = np.zeros(block_size - 1, dtype=np.int64)
+    return reduce(
+        lambda a, b: Acceptance(
+            a.blocks + b.blocks, a.committed + b.committed, a.verified + b.verified, a.accepted + b.accepted
+        ),
+        parts,
+        Acceptance(0, 0, none, none),
+    )
+
+
+# --- decoding ----------------------------------------------------------------------------------------------
+
+
+def measure(
+    target: LoadedTargetModel,
+    drafter: Drafter,
+    prompts: Iterable[list[int]],
+    max_tokens: int,
+    temperature: float = 0.0,
+    **options: Any,
+) -> Acceptance:
+    """Decode an answer of up to ``max_tokens`` tokens to each prompt and count what was accepted.
+
+    ``options`` go to :meth:`~dflash.DFlashSpeculativeDecoder.stream_generate`.
+    """
+    return total(measure_each(target, drafter, prompts, max_tokens, temperature, **options), drafter.block_size)
+
+
+def measure_each(
+    target: LoadedTargetModel,
+    drafter: Drafter,
+    prompts: Iterable[list[int]],
+    max_tokens: int,
+    temperature: float = 0.0,
+    **options: Any,
+) -> Iterator[Acceptance]:
+    """As :func:`measure`, but the counts of one prompt at a time.
+
+    Every draft is verified unless ``options`` has another policy: acceptance is a property of the drafter, not of the
+    machine.
+    """
+    options = {"policy": "full"} | options
+    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=drafter.block_size, max_seq_length=maxsize)
+    for prompt in prompts:
+        blocks = committed = 0
+        verified, accepted = (np.zeros(drafter.block_size - 1, dtype=np.int64) for _ in range(2))
+        for i, response in enumerate(decoder.stream_generate(prompt, max_tokens, temperature, **options)):
+            if i == 0:  # the prompt's own pass, which is no block
+                continue
+            blocks, committed = blocks + 1, committed + len(response.tokens)
+            in_text = len(response.tokens) if response.finish_reason == "stop" else len(response.drafted)
+            verified[: min(in_text, len(response.drafted))] += 1
+            pairs = zip(response.drafted[: response.accepted], response.tokens, strict=False)
+            accepted[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))] += 1
+        yield Acceptance(blocks, committed, verified, accepted)
 
 
 def measure_turns(
@@ -37,10 +135,10 @@ def measure_turns(
     trace: Trace | None = None,
     **options: Any,
 ) -> Iterator[tuple[int, Acceptance]]:
-    """Decode an answer to each prompt and to each later turn of it: the prompt's number, and the counts of the answer.
+    """Decode an answer to each prompt and to each of its later turns: the prompt's number, and the answer's counts.
 
     ``encode`` makes token ids of the messages so far, the target's own answers among them. A turn for which the target
-    has no room is left out, with a warning. ``options`` as in :func:`~dflash.training.evaluate.measure_each`.
+    has no room is left out, with a warning. ``options`` as in :func:`measure_each`.
     """
     target, drafter = decoder.loaded_target, decoder.draft_model
     asked: list[int] = []
@@ -49,7 +147,7 @@ def measure_turns(
     def listen(record: Record) -> None:
         answer.append(record.get("text", ""))
 
-    def requests() -> Iterator[list[int]]:  # each is taken once the one before is answered
+    def requests() -> Iterator[list[int]]:  # each is taken once the previous one is answered
         for number, prompt in enumerate(prompts):
             tokens, conversation = prompt.tokens, prompt.conversation
             while True:
@@ -64,29 +162,35 @@ def measure_turns(
                     logger.warning("%s: a later turn is left out, %d tokens long.", conversation.where, len(tokens))
                     break
 
-    heard = together(trace, listen if any(prompt.conversation for prompt in prompts) else None)
-    watching = {} if heard is None else {"trace": heard}
-    for counts in evaluate.measure_each(target, drafter, requests(), max_tokens, temperature, **options, **watching):
+    listener = together(trace, listen if any(prompt.conversation for prompt in prompts) else None)
+    tracing = {} if listener is None else {"trace": listener}
+    for counts in measure_each(target, drafter, requests(), max_tokens, temperature, **options, **tracing):
         yield asked[-1], counts
+
+
+# --- results -----------------------------------------------------------------------------------------------
 
 
 def acceptance_results(parts: Sequence[Acceptance], kinds: Sequence[str | None], block_size: int) -> dict[str, Any]:
     """Plain data over all prompts, and ``by_kind`` over those of each kind; ``parts`` are the counts of each prompt."""
-    chosen = {kind: [p for p, k in zip(parts, kinds, strict=True) if k == kind] for kind in kinds if kind is not None}
-    return _row(parts, block_size) | {"by_kind": {kind: _row(own, block_size) for kind, own in chosen.items()}}
+    by_kind: dict[str, list[Acceptance]] = {}
+    for part, kind in zip(parts, kinds, strict=True):
+        if kind is not None:
+            by_kind.setdefault(kind, []).append(part)
+    return _row(parts, block_size) | {"by_kind": {kind: _row(own, block_size) for kind, own in by_kind.items()}}
 
 
 def _row(parts: Sequence[Acceptance], block_size: int) -> dict[str, Any]:
-    found = {"prompts": len(parts)} | evaluate.total(parts, block_size).results()
+    counts = total(parts, block_size)
     limits = None
-    if found["blocks"]:
+    if counts.blocks:
         tau = bootstrap(ratio_of_sums([p.committed for p in parts], [p.blocks for p in parts]), len(parts))
         limits = None if tau.low is None else [tau.low, tau.high]
-    return found | {"acceptance_length_interval": limits}
+    return {"prompts": len(parts)} | counts.results() | {"acceptance_length_interval": limits}
 
 
 def render_acceptance(results: dict[str, Any]) -> RenderableType:
-    """The score as text: a row a kind, or where prompts have none, a row a position."""
+    """The score as text: a row a kind or, if the prompts have none, a row a position."""
     if results["by_kind"]:
         return _kinds_table(results)
     positions = Table("position", "blocks accepted up to it", box=None, pad_edge=False)

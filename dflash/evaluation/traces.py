@@ -17,7 +17,7 @@ import numpy as np
 from ..core.errors import DataError, DFlashError, install_extra
 from ..decoding.profile import PARTS
 from ..decoding.trace import Record, read_records
-from .bootstrap import Interval, bootstrap, ratio_of_sums
+from .statistics import Interval, bootstrap, ratio_of_sums
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,10 +14,11 @@ import numpy as np
 from ..core.errors import DFlashError
 from ..core.progress import progress
 from ..drafters.checkpoints.checkpoint import load_drafter
-from ..evaluation.bootstrap import Floats, Interval, bootstrap, ratio_of_sums
+from ..evaluation.acceptance import Acceptance, measure
+from ..evaluation.statistics import Floats, Interval, bootstrap, ratio_of_sums
 from ..target import LoadedTargetModel, load_target
 from ..training.data.dataset import open_dataset, read_manifest
-from ..training.evaluate import Acceptance, heldout_prompts, measure
+from ..training.evaluate import heldout_prompts
 from ..training.export import export
 from ..training.loop.run_folder import BEST, read_log
 from ..training.runs import RunSummary, compare_runs, recorded_recipe

@@ -16,7 +16,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from ..core.files import atomic_write, remove_unfinished
-from ..evaluation.bootstrap import Floats, bootstrap
+from ..evaluation.statistics import Floats, bootstrap
 from .results import CellAnswers, matched
 
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#57534e")

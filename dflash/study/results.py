@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluation.bootstrap import Floats, Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
+from ..evaluation.statistics import Floats, Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
 from .answers import Answer
 from .plan import Plan, PlannedCell
 

@@ -5,14 +5,26 @@ import io
 import numpy as np
 import pytest
 from rich.console import Console
-from support.models import TEXT_VOCAB, qwen3_model, random_drafter, wrapped_tokenizer
+from support.models import (
+    TEXT_VOCAB,
+    ScriptedDrafter,
+    plain_greedy,
+    qwen3_model,
+    random_drafter,
+    wrapped_tokenizer,
+)
 
 import dflash
 from dflash.evaluation import BenchPrompt
-from dflash.evaluation.acceptance import acceptance_results, measure_turns, render_acceptance
+from dflash.evaluation.acceptance import (
+    Acceptance,
+    acceptance_results,
+    measure,
+    measure_turns,
+    render_acceptance,
+)
 from dflash.prompts.conversations import Conversation
 from dflash.prompts.tokens import prompt_tokens
-from dflash.training.evaluate import Acceptance, measure
 
 
 def counts(blocks: int, committed: int) -> Acceptance:
@@ -34,6 +46,19 @@ def decoder():
 def talk(decoder, later: tuple[str, ...]) -> BenchPrompt:
     said = Conversation(({"role": "user", "content": "Hi"},), "line 1", later=later)
     return BenchPrompt("Hi", prompt_tokens(decoder.loaded_target, "Hi"), kind="talk", conversation=said)
+
+
+@pytest.mark.parametrize("p", [0.7, 1.0])
+def test_acceptance_by_position_adds_up_to_the_acceptance_length(p):
+    """A drafter that is always right (``p`` of 1) fills every block."""
+    loaded, prompt = dflash.LoadedTargetModel(qwen3_model(1, vocab=TEXT_VOCAB), wrapped_tokenizer()), [65, 66, 67]
+    text, _ = plain_greedy(loaded.model, prompt, 60)
+    found = measure(loaded, ScriptedDrafter([*prompt, *text], TEXT_VOCAB, p=p, block_size=5), [prompt], 41)
+    assert found.committed == 40 == found.blocks + found.accepted.sum()
+    assert found.length == pytest.approx(1 + sum(found.accepted) / found.blocks)
+    assert found.by_position == pytest.approx((found.accepted / found.verified).tolist())
+    assert found.by_position == sorted(found.by_position, reverse=True)
+    assert (found.blocks == 8) == (p == 1.0) == (found.by_position == [1.0] * 4)
 
 
 def test_a_later_turn_follows_the_targets_own_answer(decoder):
@@ -61,7 +86,7 @@ def test_a_later_turn_follows_the_targets_own_answer(decoder):
 def test_a_turn_without_room_is_left_out_with_a_warning(decoder, monkeypatch, caplog):
     longest = len(talk(decoder, ()).tokens) + 9
     monkeypatch.setattr(type(decoder.loaded_target), "max_length", longest)
-    monkeypatch.setattr("dflash.training.evaluate.measure_each", lambda *args, **_: (counts(1, 2) for _ in args[2]))
+    monkeypatch.setattr("dflash.evaluation.acceptance.measure_each", lambda *args, **_: (counts(1, 2) for _ in args[2]))
     found = list(
         measure_turns(
             decoder, [talk(decoder, ("And?",))], lambda messages: prompt_tokens(decoder.loaded_target, messages), 9

@@ -7,8 +7,8 @@ from support.models import writer
 
 from dflash.core.errors import DataError, DFlashError
 from dflash.evaluation import traces as t
-from dflash.evaluation.bootstrap import bootstrap, ratio_of_sums
-from dflash.training.evaluate import measure_each
+from dflash.evaluation.acceptance import measure_each
+from dflash.evaluation.statistics import bootstrap, ratio_of_sums
 
 
 def request(tokens: list[int]) -> dict:

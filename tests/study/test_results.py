@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from dflash.evaluation.bootstrap import Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
+from dflash.evaluation.statistics import Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
 from dflash.study.answers import Answer
 from dflash.study.files import as_csv
 from dflash.study.plan import PlannedCell

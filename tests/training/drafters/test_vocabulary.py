@@ -28,13 +28,13 @@ from dflash.core.errors import CheckpointError, DFlashError, TrainingError
 from dflash.core.files import flat
 from dflash.drafters.dflash2 import DFlash2DraftModel
 from dflash.drafters.dspark import DSparkDraftModel
+from dflash.evaluation.acceptance import measure
 from dflash.training.data.dataset import open_dataset
 from dflash.training.data.sequences import Sequences
 from dflash.training.drafters.init import new_drafter
 from dflash.training.drafters.loss import Batch, drafter_loss, score
 from dflash.training.drafters.objectives import ObjectiveSettings, Predictions, d_pace
 from dflash.training.drafters.vocabulary import frequent_tokens
-from dflash.training.evaluate import measure
 from dflash.training.export import export
 from dflash.training.recipe import DrafterShape
 from dflash.training.train import train

@@ -22,7 +22,7 @@ from .bundled import drafter_folder, target_for
 from .core.errors import GenerationError, IncompatibleModelsError
 from .core.values import require_count
 from .decoding.block import Decoding
-from .decoding.loop import decode, feed, prefill
+from .decoding.loop import decode, prefill, prefill_context
 from .decoding.stream import DFlashResponse, Step, first_block, responses, through_stop
 from .decoding.text import TextStream
 from .decoding.trace import TokenTexts, inspect, recording
@@ -278,7 +278,7 @@ class DFlashSpeculativeDecoder:
         if prompt_cache.begin([*tokens, 0], prompt_cache.target_cache.quantization) < len(tokens):
             caches = prompt_cache.target_cache, prompt_cache.draft_cache
             with wired_limit(self.target_model):
-                feed(self.loaded_target, self.draft_model, tokens, *caches, step_size)
+                prefill_context(self.loaded_target, self.draft_model, tokens, *caches, step_size)
         prompt_cache.end(tokens, len(tokens))
 
     def _policy(self, options: DecodeOptions) -> Policy:

@@ -1,4 +1,4 @@
-"""Data and steps of one block: propose, build the pass that verifies, check what may be committed."""
+"""One block: its records, and its steps: propose, build the target pass, commit, check."""
 
 import operator
 import time
@@ -15,7 +15,7 @@ from ..drafters.checks import proposed_tokens
 from ..drafters.protocol import Drafter, Proposal
 from ..policies.base import Drafts, Policy
 from ..target import LoadedTargetModel, TargetCache
-from .sampling import GREEDY, LogitsProcessor, Sampler, process_logits
+from .sampling import GREEDY, LogitsProcessor, RandomState, Sampler, process_logits
 from .verify import NO_TOKEN, Verified, VerifyRule, first_mismatch, token_ids
 
 
@@ -24,16 +24,16 @@ class Decoding:
     """Everything that one decoding run needs.
 
     Args:
-        target: The model whose text it is.
+        target: The model whose text is written.
         drafter: Proposes tokens.
         sampler: How the target chooses a token.
         verify: The rule that commits tokens.
         processors: Applied to the target's logits before the sampler.
         policy: How many drafts each block verifies.
-        inspect: Called in each block with its whole proposal and the target's logits ``[L, V]``; the arrays that it
-            returns are computed with the pass and come with the block, as :attr:`Block.inspected`.
-        wait: Wait for the device after every part of a block, so that :attr:`Block.times` are those of the parts.
-        clock: Seconds, for :attr:`Block.times` and the policy.
+        inspect: Called in each block with the whole proposal and the target's logits ``[L, V]``. The arrays that it
+            returns are computed with the pass and become :attr:`Block.inspected`.
+        wait: Wait for the device after each part of a block, so that :attr:`Block.times` measure the parts.
+        clock: Returns seconds, for :attr:`Block.times` and the policy.
     """
 
     target: LoadedTargetModel
@@ -49,9 +49,9 @@ class Decoding:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of a block's parts; they overlap on the device, unless :attr:`Decoding.wait` keeps them apart.
+    """Seconds of a block's parts; on the device they overlap, unless :attr:`Decoding.wait` separates them.
 
-    ``draft`` lasts until the drafts are known, or on their way where nobody asks for them; ``verify`` until the tokens
+    ``draft`` lasts until the drafts are known, or only under way if nothing needs them yet; ``verify`` until the tokens
     to commit are known; ``rewind`` until both caches hold them.
     """
 
@@ -69,11 +69,17 @@ class BlockTimes:
 class Block:
     """What one target pass decided.
 
-    ``drafted`` are the tokens that it verified of the ``proposed`` ones, ``tokens`` those that it committed: the
-    first ``accepted`` drafts and one token of the target's own. ``source`` tells which of several drafters made them.
-    ``random_states``: MLX's random state after each of ``tokens``, if the target's sampler drew them in plain order.
-    ``asleep``: a plain step, for which no drafter was asked. ``order``: the number of each draft in the proposal, the
-    accepted ones first, as they stand in ``drafted``.
+    Args:
+        drafted: The drafts that the pass verified.
+        tokens: The committed tokens: the first ``accepted`` drafts and one token of the target's own.
+        accepted: How many drafts were accepted.
+        proposed: How many tokens the drafter proposed.
+        source: Which of several drafters proposed them.
+        times: Seconds by part.
+        inspected: See :attr:`Decoding.inspect`.
+        random_states: MLX's random state after each of ``tokens``, if they were sampled in the order of plain decoding.
+        asleep: Whether this was a plain step, without the drafter.
+        order: The numbers of the drafts in the proposal, in the order of ``drafted``: the accepted ones first.
     """
 
     drafted: list[int]
@@ -83,7 +89,7 @@ class Block:
     source: str = ""
     times: BlockTimes = BlockTimes()
     inspected: dict[str, mx.array] | None = None
-    random_states: list[list[int]] = field(default_factory=list)
+    random_states: list[RandomState] = field(default_factory=list)
     asleep: bool = False
     order: list[int] = field(default_factory=list)
 
@@ -110,7 +116,7 @@ class DecodeState:
 class Pass:
     """A target pass over the anchor and the drafts of ``proposal``, as lazy arrays.
 
-    ``confidence`` is what the policy was told of all drafts, those that it left out included.
+    ``proposal`` is cut to the drafts that are verified; ``confidence`` covers all drafts that were proposed.
     """
 
     proposal: Proposal
@@ -121,7 +127,7 @@ class Pass:
 
 
 def propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
-    """The drafts, on their way: the device begins with them while the target's part of the graph is built."""
+    """Up to ``length`` drafts. The device starts on them while the target's part of the graph is built."""
     if length == 0:
         return Proposal(mx.zeros((1, 0), mx.int64))
     if hasattr(run.verify, "propose"):
@@ -134,14 +140,14 @@ def propose(run: Decoding, state: DecodeState, length: int) -> Proposal:
 
 
 def build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Pass:
-    """The pass over as many drafts as the policy says, not evaluated yet."""
+    """The target pass over the anchor and as many drafts as the policy verifies, not evaluated yet."""
     proposed = proposal.tokens.shape[1]
     chances_L = proposal.acceptance_chances() if run.policy.reads_confidence else None
     confidence = None if chances_L is None else cast(list[float], chances_L.tolist())
     drafts = Drafts(proposed, confidence, proposal.source, proposal.parents)
-    proposal = proposal.first(min(ask(run.policy.verify_length, drafts), proposed))
-    # Ids are checked once they are known; until then none may read past the embedding's rows (nor before them:
-    # without a sign, a negative id is a large one).
+    proposal = proposal.first(min(call_policy(run.policy.verify_length, drafts), proposed))
+    # Ids are checked once they are known. Until then none may index outside the embedding; unsigned, a negative id
+    # is a large one.
     verified = mx.minimum(proposal.tokens.astype(mx.uint32), run.target.vocab_size - 1)
     inputs = mx.concatenate([state.anchor, verified], axis=1)
     logits, features = run.target.forward_with_hidden_states(
@@ -156,42 +162,52 @@ def build_pass(run: Decoding, state: DecodeState, proposal: Proposal) -> Pass:
     return Pass(proposal, inputs, logits_LV, features, confidence)
 
 
+def commit(run: Decoding, state: DecodeState, target_pass: Pass, verified: Verified) -> None:
+    """Commit the tokens and bring both caches to them: the rows of rejected drafts are dropped."""
+    rows = [0, *(draft + 1 for draft in verified.accepted_drafts)]  # of the pass: the anchor and the accepted drafts
+    state.target_cache.keep(rows)
+    kept = mx.array(rows)
+    run.drafter.extend_context(target_pass.features[:, kept], state.draft_cache, target_pass.inputs[:, kept])
+    state.tokens += verified.tokens
+
+
 def known_outcomes(proposal: Proposal, verified: Verified) -> dict[int, bool]:
-    """Of the drafts that follow what was committed, verified or not, which are what was committed next."""
-    if proposal.log_q is not None:  # drafts that were drawn tell nothing beyond what the rule says
+    """For each draft that follows committed tokens, verified or not: whether it is what was committed next."""
+    if proposal.log_q is not None:  # of sampled drafts only the rule's own decisions count
         return {i: i < verified.accepted for i in range(min(verified.accepted + 1, proposal.tokens.shape[1]))}
     return outcomes(token_ids(proposal.tokens), proposal.lineage, verified.tokens)
 
 
-def ask(question: Callable[..., int], *about: Any) -> int:
-    """The answer of a policy's method.
+def call_policy(method: Callable[..., int], *arguments: Any) -> int:
+    """The number that a policy's ``method`` returns.
 
     Raises ``GenerationError`` for anything but a whole number of at least 0.
     """
-    answer = question(*about)
+    returned = method(*arguments)
     try:
-        number = operator.index(answer)
+        number = operator.index(returned)
     except TypeError:
         number = -1
     if number < 0:
         raise GenerationError(
-            f"The policy's {question.__qualname__} returned {short(answer)}; expected a whole number of at least 0."
+            f"The policy's {method.__qualname__} returned {short(returned)}; expected a whole number of at least 0."
         )
     return number
 
 
 def check_verified(verify: VerifyRule, verified: Verified, drafted: list[int], parents: list[int]) -> None:
-    """The committed drafts are in the caches already, so a rule can only take a beginning of them."""
+    """Raise ``GenerationError`` unless ``verified`` commits a path of the drafts and one token more.
+
+    The drafts are already in the caches, so a rule can only accept drafts that follow one another from the anchor on.
+    """
     name = getattr(verify, "__name__", type(verify).__name__)
     if not isinstance(verified, Verified):
         raise GenerationError(
             f"The verification rule {name!r} returned {type(verified).__name__}; expected a dflash.Verified."
         )
     accepted, path = verified.accepted, verified.accepted_drafts
-    one_after_another = max(path, default=-1) < len(drafted) and [-1, *path[:-1]][: len(path)] == [
-        parents[i] for i in path
-    ]
-    tokens = [drafted[i] for i in path] if one_after_another else None
+    follows = max(path, default=-1) < len(drafted) and [-1, *path[:-1]][: len(path)] == [parents[i] for i in path]
+    tokens = [drafted[i] for i in path] if follows else None
     if len(path) != accepted or len(verified.tokens) != accepted + 1 or verified.tokens[:-1] != tokens:
         raise GenerationError(
             f"The verification rule {name!r} committed {verified.tokens} with "

@@ -1,4 +1,15 @@
-"""The decode loop: prefill, then draft a block, verify it in one target pass, commit, rewind."""
+"""The decode loop: prefill, then one block after another.
+
+State: committed tokens ``c[0 .. p]``. The last one, ``c[p]``, is the anchor; both caches hold ``c[0 .. p-1]``. A block
+
+1. asks the drafter for drafts ``d[1 .. k]`` that follow the anchor,
+2. runs the target once over the anchor and the drafts: its own choices ``t[0 .. k]``, and the features,
+3. counts the ``n`` leading drafts with ``d[i + 1] == t[i]``,
+4. commits ``d[1 .. n]`` and ``t[n]``, the target's own next token,
+5. rewinds the target's caches to ``p + 1 + n`` tokens and extends the drafter's context by the same ones.
+
+A policy decides ``k``, and when to decode plainly instead.
+"""
 
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -14,15 +25,16 @@ from .block import (
     BlockTimes,
     DecodeState,
     Decoding,
-    ask,
     build_pass,
+    call_policy,
     check_committed,
     check_verified,
+    commit,
     known_outcomes,
     propose,
 )
-from .sampling import process_logits
-from .verify import random_states, sample_target, sample_with_states, token_ids
+from .sampling import RandomState, process_logits
+from .verify import sample_target, sample_with_states, token_ids
 
 PREFILL_STEP_SIZE = 2048  # tokens; mlx-lm's own default
 
@@ -34,9 +46,9 @@ def prefill(
     target_cache: TargetCache | None = None,
     draft_cache: Any = None,
 ) -> DecodeState:
-    """Feed the prompt, into the caches given or new ones, and commit the target's first token.
+    """Read the prompt into the given caches, or into new ones, and commit the target's first token.
 
-    Caches that are given may hold the beginning of the prompt, but not its last token.
+    Given caches may hold the beginning of the prompt, but not its last token.
 
     Raises ``GenerationError`` if the target's logits are not a number.
     """
@@ -44,7 +56,7 @@ def prefill(
     target_cache = target.make_cache() if target_cache is None else target_cache
     draft_cache = drafter.make_cache() if draft_cache is None else draft_cache
     state = DecodeState(list(prompt), target_cache, draft_cache)
-    last = feed(target, drafter, prompt, target_cache, draft_cache, step_size)
+    last = prefill_context(target, drafter, prompt, target_cache, draft_cache, step_size)
     logits_LV = process_logits(run.processors, mx.array(prompt), target.head(last)[0])
     first = token_ids(sample_target(logits_LV, run.sampler))
     check_committed(target, first)
@@ -52,7 +64,7 @@ def prefill(
     return state
 
 
-def feed(
+def prefill_context(
     target: LoadedTargetModel,
     drafter: Drafter,
     tokens: list[int],
@@ -60,73 +72,69 @@ def feed(
     draft_cache: Any,
     step_size: int = PREFILL_STEP_SIZE,
 ) -> mx.array:
-    """Feed what the caches do not hold of ``tokens``, in chunks; the last token's final hidden state ``[1, 1, E]``.
+    """Read the part of ``tokens`` that the caches do not hold; returns the last final hidden state ``[1, 1, E]``.
 
-    Each chunk's features go straight into the drafter's cache and are dropped, and only one final hidden state is
-    kept, so memory grows with neither ``features x tokens`` nor ``vocabulary x tokens``. Beside the target's pass
-    over a chunk, no more is held than the drafter's cache and the outputs that become features.
+    The tokens are read in chunks. Each chunk's features go straight into the drafter's cache and are dropped, and only
+    one final hidden state is kept, so memory grows with neither ``features x tokens`` nor ``vocabulary x tokens``.
     """
-    tokens_BL, fed = mx.array([tokens]), target_cache.offset
-    together = len(tokens) - 1 if target_cache.ends_prompts_alone else len(tokens)
+    tokens_BL, start = mx.array([tokens]), target_cache.offset
+    chunks_end = len(tokens) - 1 if target_cache.ends_prompts_alone else len(tokens)
     target_cache.set_in_prompt(True)
-    while fed < len(tokens):
-        chunk = tokens_BL[:, fed : min(fed + step_size, together) if fed < together else None]
-        fed += chunk.shape[1]
+    while start < len(tokens):
+        chunk = tokens_BL[:, start : min(start + step_size, chunks_end) if start < chunks_end else None]
+        start += chunk.shape[1]
         hidden, features = target.forward_hidden(chunk, target_cache, drafter.target_layer_ids)
         last = hidden[:, -1:]
-        # The target's pass ends before the features are joined: its activations are never held beside both.
+        # The pass ends before the features are joined, so that its activations are freed first.
         mx.eval(last, [c.state for c in target_cache])
         drafter.extend_context(features, draft_cache, chunk)
-        # The drafter's cache too, if it says what it holds: its lazy graph would keep every chunk's features.
+        # A cache that says what it holds is evaluated too; its lazy graph would keep the features of every chunk.
         mx.eval(getattr(draft_cache, "state", ()))
-        del hidden, features  # or the next chunk would be computed beside them
+        del hidden, features  # or they would be held while the next chunk is computed
         mx.clear_cache()
     target_cache.set_in_prompt(False)
     return last
 
 
 def decode(run: Decoding, state: DecodeState, max_tokens: int, block_size: int) -> Generator[Block, None, None]:
-    """Blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
+    """Yield blocks until ``max_tokens`` tokens follow the prompt. The caller stops earlier at a stop token."""
     run.policy.begin()
     while (remaining := state.prompt_length + max_tokens - len(state.tokens)) > 0:
-        if (nap := min(ask(run.policy.sleep), remaining)) > 0:
-            yield from plain_steps(run, state, nap)
+        if (pause := min(call_policy(run.policy.sleep), remaining)) > 0:
+            yield from plain_steps(run, state, pause)
         else:
             most = min(block_size, remaining, state.target_cache.longest_pass) - 1
-            yield decode_block(run, state, min(ask(run.policy.draft_length, most), most) if most else 0)
+            yield decode_block(run, state, min(call_policy(run.policy.draft_length, most), most) if most else 0)
 
 
 def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
     """Draft up to ``length`` tokens, verify as many as the policy says in one target pass, commit and rewind.
 
     On return both caches hold exactly the committed tokens without the new anchor. Drafting and verification are one
-    lazy graph with one wait of the host. A policy that reads the drafter's confidence adds another wait, and so does a
-    drafter that grows a tree; a rule that samples one token after another waits for each.
+    lazy graph, for which the host waits once. It waits once more for a policy that reads the drafter's confidence or a
+    drafter that grows a tree, and for each token under a rule that samples one by one.
 
-    Raises ``GenerationError`` if drafter, target or rule give what cannot be committed.
+    Raises ``GenerationError`` if drafter, target or rule return something that cannot be committed.
     """
-    target, drafter, began = run.target, run.drafter, run.clock()
+    started = run.clock()
     proposal = propose(run, state, length)
     drafted_at = run.clock()
-    one = build_pass(run, state, proposal)
-    inspected = run.inspect(proposal, one.logits_LV) if run.inspect else None
-    mx.async_eval(one.logits_LV, one.features, inspected)
-    verified = run.verify(one.proposal, one.logits_LV, run.sampler)
+    target_pass = build_pass(run, state, proposal)
+    inspected = run.inspect(proposal, target_pass.logits_LV) if run.inspect else None
+    mx.async_eval(target_pass.logits_LV, target_pass.features, inspected)
+    verified = run.verify(target_pass.proposal, target_pass.logits_LV, run.sampler)
 
-    drafted = token_ids(one.proposal.tokens)
-    check_drafted(drafter, drafted, target.vocab_size)
-    check_verified(run.verify, verified, drafted, one.proposal.lineage)
-    check_committed(target, verified.tokens)
+    drafted = token_ids(target_pass.proposal.tokens)
+    check_drafted(run.drafter, drafted, run.target.vocab_size)
+    check_verified(run.verify, verified, drafted, target_pass.proposal.lineage)
+    check_committed(run.target, verified.tokens)
     verified_at = run.clock()
-    rows = [0, *(draft + 1 for draft in verified.accepted_drafts)]  # of the pass: the anchor and the accepted drafts
-    state.target_cache.keep(rows)
-    kept = mx.array(rows)
-    drafter.extend_context(one.features[:, kept], state.draft_cache, one.inputs[:, kept])
-    state.tokens += verified.tokens
+    commit(run, state, target_pass, verified)
     if run.wait:
         mx.eval([c.state for c in state.target_cache], getattr(state.draft_cache, "state", ()))
     ended = run.clock()
-    times = BlockTimes(drafted_at - began, verified_at - drafted_at, ended - verified_at)
+
+    times = BlockTimes(drafted_at - started, verified_at - drafted_at, ended - verified_at)
     proposed, known = proposal.tokens.shape[1], known_outcomes(proposal, verified)
     run.policy.observe(
         BlockRecord(
@@ -134,69 +142,69 @@ def decode_block(run: Decoding, state: DecodeState, length: int) -> Block:
             verified=len(drafted),
             accepted=verified.accepted,
             matched=sum(known.values()),
-            confidence=one.confidence,
+            confidence=target_pass.confidence,
             seconds=times.total,
             source=proposal.source,
             outcomes=known,
         )
     )
     return Block(
-        [drafted[i] for i in verified.accepted_first(len(drafted))],
-        verified.tokens,
-        verified.accepted,
-        proposed,
-        proposal.source,
-        times,
-        inspected,
-        verified.random_states,
+        drafted=[drafted[i] for i in verified.accepted_first(len(drafted))],
+        tokens=verified.tokens,
+        accepted=verified.accepted,
+        proposed=proposed,
+        source=proposal.source,
+        times=times,
+        inspected=inspected,
+        random_states=verified.random_states,
         order=verified.accepted_first(proposed),
     )
 
 
 def plain_steps(run: Decoding, state: DecodeState, count: int) -> Iterator[Block]:
-    """Up to ``count`` tokens without the drafter, as mlx-lm decodes: a pass is under way before its input is read.
+    """Decode up to ``count`` tokens without the drafter, as mlx-lm does: the next pass starts before a token is read.
 
-    The policy is asked after each step whether the drafter should go on pausing. The features are kept for the
-    drafter, which gets them at the end. After the last token both caches hold exactly the committed tokens without the
-    new anchor; where the caller stops earlier, they hold it too.
+    After each step the policy decides whether the pause continues. The drafter gets the features of all steps at the
+    end: after the last one, or when the caller stops earlier. Then both caches hold exactly the committed tokens
+    without the new anchor.
     """
     target, drafter = run.target, run.drafter
-    begin, history, features = len(state.tokens) - 1, mx.array(state.tokens), []
+    start, history, features = len(state.tokens) - 1, mx.array(state.tokens), []
 
-    def launch(inputs: mx.array) -> tuple[mx.array, mx.array | None]:
+    def launch(inputs: mx.array) -> tuple[mx.array, list[RandomState]]:
         logits, step_features = target.forward_with_hidden_states(inputs, state.target_cache, drafter.target_layer_ids)
-        chosen = sample_with_states(process_logits(run.processors, history, logits[0]), run.sampler)
-        mx.async_eval(chosen, step_features)
+        token, random_states = sample_with_states(process_logits(run.processors, history, logits[0]), run.sampler)
+        mx.async_eval(token, [random_state.key for random_state in random_states], step_features)
         features.append(step_features)
-        return chosen
+        return token, random_states
 
-    def hand_over() -> None:
-        context = mx.array([state.tokens[begin : begin + len(features)]])
+    def extend_drafter_context() -> None:
+        context = mx.array([state.tokens[start : start + len(features)]])
         drafter.extend_context(mx.concatenate(features, axis=1), state.draft_cache, context)
 
-    began, left = run.clock(), count
-    coming = launch(state.anchor)
+    step_started, left = run.clock(), count
+    launched = launch(state.anchor)
     while left > 0:
         left -= 1
-        target_token, state_after = coming
+        token, random_states = launched
         if left > 0:
-            history = mx.concatenate([history, target_token]) if run.processors else history
-            coming = launch(target_token[None])
-        tokens = token_ids(target_token)
+            history = mx.concatenate([history, token]) if run.processors else history
+            launched = launch(token[None])
+        tokens = token_ids(token)
         check_committed(target, tokens)
         state.tokens += tokens
         if left == 0:
-            hand_over()
-        times = BlockTimes(verify=run.clock() - began)
+            extend_drafter_context()
+        times = BlockTimes(verify=run.clock() - step_started)
         run.policy.observe(BlockRecord(0, 0, 0, 0, None, times.total, asleep=True))
         try:
-            yield Block([], tokens, 0, times=times, random_states=random_states(state_after), asleep=True)
+            yield Block([], tokens, 0, times=times, random_states=random_states, asleep=True)
         except GeneratorExit:
             if left > 0:
-                hand_over()
+                extend_drafter_context()
             raise
-        if left > 1:  # of which one is under way
+        if left > 1:  # one of them is launched already
             if hasattr(drafter, "wakes") and drafter.wakes(state.tokens, state.draft_cache):
                 run.policy.wake()
-            left = min(left, max(1, ask(run.policy.sleep)))
-        began = run.clock()
+            left = min(left, max(1, call_policy(run.policy.sleep)))
+        step_started = run.clock()

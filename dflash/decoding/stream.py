@@ -1,8 +1,4 @@
-"""From decoded blocks to responses: cut at a stop token or a stop string, timed, and recorded.
-
-Knows tokens, blocks, and the text that may be shown (``text.py``). Must not know models, options, or how a block is
-decoded.
-"""
+"""From decoded blocks to responses: cut at a stop token or a stop string, timed, and recorded."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +8,6 @@ import mlx.core as mx
 
 from .block import Block, DecodeState
 from .profile import Profile
-from .sampling import set_random_state
 from .text import TextStream
 from .trace import Recorder
 
@@ -21,15 +16,15 @@ from .trace import Recorder
 class DFlashResponse:
     """One step of a streamed generation.
 
-    The first response carries the token that the prompt's own pass chose; each later one is a block, so that
-    the acceptance length tau is the mean of ``len(tokens)`` over all responses but the first.
+    The first response holds the token that the prompt's own pass chose. Each later one is a block, so the acceptance
+    length tau is the mean of ``len(tokens)`` over all responses but the first.
 
     Args:
-        text: Text that became certain in this step, possibly empty.
-        tokens: Tokens that became certain in this step: those that the block committed, to the stop token or the
-            token in which a stop string begins, either included. Tokens whose text may be part of a stop string
-            come with a later step, or not at all.
-        accepted: How many of ``drafted`` the target accepted; the block committed these and one token of the
+        text: Text that became certain in this step; it may be empty.
+        tokens: Tokens that became certain in this step: the block's committed tokens, up to and including the stop
+            token or the token in which a stop string begins. Tokens whose text may belong to a stop string come
+            with a later step, or not at all.
+        accepted: How many of ``drafted`` the target accepted. The block committed these and one token of the
             target's own, before anything was cut from it. 0 for the first response.
         drafted: Tokens that the drafter proposed in this step.
         prompt_tokens: Tokens in the prompt.
@@ -38,7 +33,7 @@ class DFlashResponse:
         generation_tps: Tokens after the first per second since the first; 0 while there is only one.
         peak_memory: Peak memory of the process's MLX arrays in GB.
         finish_reason: ``"stop"``, ``"length"``, or ``None`` before the end.
-        profile: Where the time went; in the last response of a request with ``profile=True``.
+        profile: Seconds by part; only in the last response of a request with ``profile=True``.
     """
 
     text: str
@@ -56,10 +51,7 @@ class DFlashResponse:
 
 @dataclass(frozen=True)
 class Step:
-    """A block cut at the first stop token.
-
-    ``why`` holds the policy's reasons.
-    """
+    """A block cut at the first stop token, and the policy's reasons for it (``why``)."""
 
     tokens: list[int]
     block: Block
@@ -73,15 +65,15 @@ def first_block(state: DecodeState) -> Block:
 
 
 def through_stop(blocks: Iterable[Block], stops: frozenset[int], max_tokens: int) -> Iterator[Step]:
-    """The blocks up to and including the first of ``stops``, or ``max_tokens`` tokens."""
+    """The blocks up to and including the first token in ``stops``, at most ``max_tokens`` tokens."""
     generated = 0
     for block in blocks:
         end = next((i for i, token in enumerate(block.tokens) if token in stops), len(block.tokens) - 1)
         tokens = block.tokens[: end + 1]
         generated += len(tokens)
         finish = "stop" if tokens[-1] in stops else "length" if generated == max_tokens else None
-        if finish is not None and block.random_states:  # what was drawn past the end was not
-            set_random_state(block.random_states[end])
+        if finish is not None and block.random_states:  # as if nothing had been sampled after the end
+            block.random_states[end].restore()
         yield Step(tokens, block, finish)
         if finish is not None:
             return
@@ -90,7 +82,7 @@ def through_stop(blocks: Iterable[Block], stops: frozenset[int], max_tokens: int
 def responses(
     prompt_tokens: int, steps: Iterable[Step], text: TextStream, recorder: Recorder | None
 ) -> Iterator[DFlashResponse]:
-    """One response a step, up to the first stop string; the clock starts with the first one asked for."""
+    """One response per step, up to the first stop string. The clock starts when the first one is requested."""
     start = time.perf_counter()
     prompt_seconds, generated = 0.0, 0
     for step in steps:
@@ -100,8 +92,8 @@ def responses(
         piece, tokens, finish = _shown(step, text)
         generated += len(tokens)
         if recorder is not None:
-            said = {"pieces": text.segments, "text": piece, "finish_reason": finish}
-            recorder.block(step.block, step.tokens, step.why, said)
+            shown = {"pieces": text.segments, "text": piece, "finish_reason": finish}
+            recorder.block(step.block, step.tokens, step.why, shown)
         yield DFlashResponse(
             text=piece,
             tokens=tokens,
@@ -120,7 +112,7 @@ def responses(
 
 
 def _shown(step: Step, text: TextStream) -> tuple[str, list[int], str | None]:
-    """Text and tokens that became certain with ``step``, and why the answer ends there, if it does."""
+    """The text and tokens that became certain with ``step``, and its finish reason, if the answer ends there."""
     ended = step.finish_reason == "stop"
     piece, tokens = text.add(step.tokens[:-1] if ended else step.tokens)
     if text.stopped:

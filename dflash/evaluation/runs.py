@@ -16,7 +16,7 @@ import mlx_lm
 from mlx_lm.generate import generation_stream
 
 from ..core.errors import DFlashError, GenerationError, one_line
-from ..decoding.sampling import GREEDY, LogitsProcessor, Sampler, set_random_state
+from ..decoding.sampling import GREEDY, LogitsProcessor, RandomState, Sampler
 from ..generate import DFlashSpeculativeDecoder
 from ..policies.threads import DecodeThreads
 from ..prompts.conversations import Conversation
@@ -185,7 +185,7 @@ class _Answer:
 
     def __init__(self, side: Side, prompt: list[int], seed: int):
         mx.random.seed(seed)
-        self.finished, self._random_state = False, _random_state()
+        self.finished, self._random_state = False, RandomState.now()
         self._stream = mx.default_stream(mx.default_device())
         self._coming, self._steps = iter(side(prompt)), list[Step]()
         self._tokens, self._seconds, self._request_seconds = 0, 0.0, 0.0
@@ -194,11 +194,11 @@ class _Answer:
         """Until the answer has so many tokens, or ends."""
         others = mx.default_stream(mx.default_device())
         mx.set_default_stream(self._stream)  # a generator that waits within mx.stream would leave its own to the others
-        set_random_state(self._random_state)
+        self._random_state.restore()
         try:
             self._advance(tokens)
         finally:
-            self._random_state, self._stream = _random_state(), mx.default_stream(mx.default_device())
+            self._random_state, self._stream = RandomState.now(), mx.default_stream(mx.default_device())
             mx.set_default_stream(others)
 
     def _advance(self, tokens: int) -> None:
@@ -229,11 +229,6 @@ class _Answer:
     def run(self) -> Run:
         """The answer so far."""
         return _finished(self._steps, self._seconds, self._request_seconds)
-
-
-def _random_state() -> list[int]:
-    state: Any = mx.random.state
-    return state[0].tolist()
 
 
 def compare(

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..decoding.sampling import Sampler
-from ..decoding.verify import draws_only_reached, sample_target
+from ..decoding.verify import sample_target, samples_one_by_one
 from ..generate import DFlashSpeculativeDecoder
 from .runs import PromptResult
 from .statistics import acceptance_length
@@ -114,7 +114,7 @@ class _Replay:
     def verify(self) -> list[float]:
         """Seconds of one target pass over a whole block, with features and the target's choices that the rule needs."""
         cache = self._prompt_cache()
-        needed = self.stride if draws_only_reached(self.sampler, self.target.vocab_size) else self.width
+        needed = self.stride if samples_one_by_one(self.sampler, self.target.vocab_size) else self.width
         times = []
         for i in range(self.start, self.end, self.stride):
             begin, block = time.perf_counter(), self.tokens[:, i : i + self.width]

@@ -9,7 +9,7 @@ from support.models import ScriptedDrafter, plain_greedy, target
 
 from dflash import DFlashSpeculativeDecoder, register_logits_processor, register_sampler
 from dflash.core.errors import GenerationError
-from dflash.decoding.sampling import LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, process_logits, restored_on_error
+from dflash.decoding.sampling import LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, RandomState, process_logits
 
 PROMPT = [3, 1, 4]
 
@@ -147,7 +147,7 @@ def test_a_sampled_call_that_fails_leaves_the_random_state_as_it_was():
     expected = mx.random.uniform(shape=(3,)).tolist()
     mx.random.seed(7)
     logprobs = mx.zeros((1, 11))
-    with pytest.raises(ValueError, match="top_k"), restored_on_error():
+    with pytest.raises(ValueError, match="top_k"), RandomState.restored_on_error():
         apply_top_k(logprobs, 11)
     assert mx.random.uniform(shape=(3,)).tolist() == expected
 

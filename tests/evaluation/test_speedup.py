@@ -38,7 +38,7 @@ def test_the_replay_commits_tau_tokens_a_block(tau, blocks, monkeypatch):
 @pytest.mark.parametrize(("reached", "rows"), [(True, 3), (False, 8)])
 def test_the_replay_draws_as_many_tokens_a_block_as_the_rule_does(reached, rows, monkeypatch):
     monkeypatch.setattr(speedup, "PASSES", 1)
-    monkeypatch.setattr(speedup, "draws_only_reached", lambda sampler, vocab_size: reached)
+    monkeypatch.setattr(speedup, "samples_one_by_one", lambda sampler, vocab_size: reached)
     decoder = DFlashSpeculativeDecoder(target("qwen3", 1), ScriptedDrafter(range(40), 32, block_size=8))
     drawn = []
     sampler = make_sampler(temp=1.0)

@@ -1,8 +1,8 @@
-"""Every way to propose tokens, one file each, after one protocol (:mod:`.protocol`)."""
+"""Drafters: every way to propose tokens, one file each, behind one protocol (:mod:`.protocol`)."""
 
 from .checkpoints.checkpoint import load_drafter as load_drafter
 from .checkpoints.checkpoint import save_drafter as save_drafter
 from .dflare import QwenDFlareDraftModel as QwenDFlareDraftModel
-from .dflash import DFlashDraftModel as DFlashDraftModel  # registers its kind, the one of published files
+from .dflash import DFlashDraftModel as DFlashDraftModel  # importing a module registers its kind
 from .dflash2 import DFlash2DraftModel as DFlash2DraftModel
 from .dspark import DSparkDraftModel as DSparkDraftModel

@@ -1,9 +1,8 @@
-"""A drafter that is a small language model: it writes the draft one token after another.
+"""A small language model as drafter: it decodes the draft token by token.
 
-This is mlx-lm's ``draft_model``, and speculative decoding as it was published (Leviathan et al., arXiv:2211.17192).
+This is mlx-lm's ``draft_model``, and speculative decoding as first published (Leviathan et al., arXiv:2211.17192).
 Any model that mlx-lm loads can draft for a target with the same vocabulary: ``--drafter PATH``, or
-``AutoregressiveDrafter(load_target(PATH))``. Knows a loaded model and its caches. Must not know files, or the features
-of the target.
+``AutoregressiveDrafter(load_target(PATH))``.
 
 Shapes: S tokens, L length of a draft, V vocabulary of the target.
 """
@@ -25,22 +24,22 @@ from .protocol import Proposal
 logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 9
-"""Positions per block, and so up to 8 drafts, unless a decoder is told otherwise (``block_size``, ``--block-size``).
+"""Positions per block (up to 8 drafts), unless a decoder sets another number (``block_size``, ``--block-size``).
 
-Each draft costs one pass of the draft model, whether or not it is verified. The adaptive policy asks for as many as
-pay, and needs the room for it; mlx-lm always drafts 3 from the command line and 2 in Python.
+Each draft costs one pass of the draft model, whether or not it is verified; the adaptive policy asks for as many as
+pay. (mlx-lm always drafts 3 tokens from the command line and 2 in Python.)
 """
 
 TRIMMED = (KVCache, QuantizedKVCache, ConcatenateKVCache)
-"""Caches that can drop any number of their newest entries, however many passes ago these came."""
+"""Caches that can drop any number of their newest entries, from however many passes."""
 
 
 @dataclass
 class Draft:
-    """The last draft: what the layers were fed for it, and how they can go back.
+    """The last draft: what the layers were fed, and how to undo it.
 
-    ``waiting`` and then ``anchor`` went in one pass, then the drafts one by one. ``before`` and ``after_anchor`` hold
-    the layers that cannot be trimmed, by index, as they were before and after that pass.
+    ``waiting`` and ``anchor`` went in one pass, then the drafts one by one. ``before`` and ``after_anchor`` hold the
+    layers that cannot be trimmed, by index, as they were before and after that pass.
     """
 
     waiting: mx.array
@@ -53,10 +52,10 @@ class Draft:
 class DraftCache:
     """The draft model's own caches, which follow the committed context.
 
-    ``offset`` counts the context. Its newest tokens may wait to be fed: they go with the next anchor, in one pass.
-    What the last draft fed is kept where it was committed. Layers that can drop their newest entries keep all of it;
-    for the others, sliding windows and recurrent states, a copy from after the anchor is kept aside (by reference:
-    no array is copied before the next pass writes into it), and the accepted drafts are fed again.
+    ``offset`` counts the context. Its newest tokens may wait to be fed, in one pass with the next anchor. Entries of
+    the last draft are kept as far as it was committed. Layers that can drop their newest entries keep all of these; the
+    others (sliding windows, recurrent states) go back to a copy from after the anchor, and accepted drafts are fed
+    again. The copy is by reference: no array is copied before the next pass writes into it.
     """
 
     def __init__(self, caches: list[Any]):
@@ -70,25 +69,25 @@ class DraftCache:
 
     @property
     def state(self) -> list[Any]:
-        """The arrays of all layers that hold something."""
+        """The arrays of all non-empty layers, for ``mx.eval``."""
         return [cache.state for cache in self.layers if not cache.empty()]
 
     def set_aside(self) -> dict[int, Any]:
-        """The layers that cannot be trimmed, as they are now.
+        """Copies of the layers that cannot be trimmed, by index.
 
-        A deep copy makes new array objects over the same data. A bare reference would not do: mlx-lm's windows
-        assign into their arrays, and every name of the same object sees it.
+        A deep copy makes new array objects over the same data. A reference is not enough: mlx-lm's windows assign into
+        their arrays in place.
         """
         return {i: copy.deepcopy(self.layers[i]) for i in self._restored}
 
     def commit(self, tokens: mx.array) -> None:
-        """Append committed ``tokens [1, S]``: what the last draft fed of them stays fed, the others wait."""
+        """Append committed ``tokens [1, S]``: those that the last draft fed stay in the layers, the others wait."""
         kept = self.forget_draft(tokens)
         self.waiting = mx.concatenate([self.waiting, tokens[:, kept:].astype(mx.int32)], axis=1)
         self.offset += tokens.shape[1]
 
     def forget_draft(self, committed: mx.array) -> int:
-        """Take the last draft out of the layers, but for what ``committed [1, S]`` begins with; how many that are."""
+        """Undo the last draft except for the tokens that ``committed [1, S]`` begins with; returns their number."""
         draft, self.draft = self.draft, None
         if draft is None:
             return 0
@@ -105,15 +104,14 @@ class DraftCache:
 
 
 class AutoregressiveDrafter:
-    """A small language model of the target's vocabulary, which drafts greedily.
+    """A small language model with the target's vocabulary, which drafts greedily.
 
-    Follows :class:`~dflash.drafters.protocol.Drafter`.
+    Follows :class:`~dflash.drafters.protocol.Drafter`. Beyond the context length of ``model`` it proposes nothing, and
+    decoding is plain.
 
     Args:
         model: The draft model with its tokenizer, as :func:`dflash.load_target` returns it.
         block_size: Most positions per block, the anchor included; each draft costs one pass of ``model``.
-
-    Past the longest sequence that ``model`` was made for it proposes nothing, and the target writes plainly.
     """
 
     target_layer_ids: tuple[int, ...] = ()
@@ -125,9 +123,9 @@ class AutoregressiveDrafter:
     def bind(self, target: LoadedTargetModel) -> None:
         """Compare the vocabularies and special tokens.
 
-        Raises ``IncompatibleModelsError``, naming the first token that means another text to the
-        draft model, or that it has no embedding for. Where the models only end an answer by different tokens, or the
-        draft model does not know a token's text, drafts are worse near it; that is a warning.
+        Raises ``IncompatibleModelsError``, naming the first token whose text differs or that the draft model has no
+        embedding for. Warns if only special tokens differ, or if the draft model's tokenizer lacks a token: drafts near
+        it are worse.
         """
         if difference := vocabulary_difference(self.model, target):
             raise IncompatibleModelsError(
@@ -144,18 +142,15 @@ class AutoregressiveDrafter:
         return DraftCache(self.model.make_cache())
 
     def extend_context(self, features: mx.array, cache: DraftCache, tokens: mx.array) -> None:
-        """Append committed ``tokens [1, S]``; ``features [1, S, 0]`` are not read.
-
-        A block's tokens wait for the next anchor; a prompt is fed at once.
-        """
+        """Append committed ``tokens [1, S]``; a block's wait for the next anchor, a prompt's are fed at once."""
         cache.commit(tokens)
         if cache.waiting.shape[1] > self.block_size:
             self.settle(cache)
 
     def propose(self, anchor: mx.array, length: int, cache: DraftCache) -> Proposal:
-        """Write ``length`` tokens after ``anchor [1, 1]``, with their logits ``[1, L, V]``.
+        """Up to ``length`` greedy tokens after ``anchor [1, 1]``, with their logits ``[1, L, V]``.
 
-        One lazy graph: each step is handed to the device as soon as it is built, and nothing waits for it.
+        Each step is dispatched as soon as it is built, and none is waited for.
         """
         cache.forget_draft(anchor[:, :0])
         length = min(length, self._room(cache))
@@ -175,7 +170,7 @@ class AutoregressiveDrafter:
         return Proposal(proposed, mx.concatenate(logits, axis=1))
 
     def settle(self, cache: DraftCache) -> None:
-        """Feed the tokens that wait, so that the layers hold exactly the context."""
+        """Feed the waiting tokens, so that the layers hold exactly the context."""
         cache.forget_draft(cache.waiting[:, :0])
         if cache.waiting.shape[1] and self._room(cache) >= 0:
             self._feed(cache.waiting, cache)
@@ -187,9 +182,9 @@ class AutoregressiveDrafter:
         return self.block_size if longest is None else longest - cache.offset
 
     def _feed(self, tokens: mx.array, cache: DraftCache) -> mx.array:
-        """Logits ``[1, 1, V]`` after ``tokens [1, S]``, over the target's ids: others are cut, unknown ones -inf."""
+        """Logits ``[1, 1, V]`` after ``tokens [1, S]`` over the target's ids; ids that the model lacks get -inf."""
         own = self.model.vocab_size
-        if own < self.vocab_size:  # rows that pad the target's table; none may be read past the end of this one
+        if own < self.vocab_size:  # the target's table is padded further: do not read past the end of this one
             tokens = mx.minimum(tokens, own - 1)
         hidden = self.model.adapter.run_backbone(tokens, cache.layers)  # no features, and so no taps
         logits = self.model.head(hidden[:, -1:])[..., : self.vocab_size]
@@ -214,4 +209,4 @@ def _can_be_trimmed(cache: Any) -> bool:
 
 
 def _ids(tokens: mx.array) -> list[int]:
-    return cast(list[list[int]], tokens.tolist())[0]  # an operation on the array would be one more wait for the device
+    return cast(list[list[int]], tokens.tolist())[0]  # indexing the array first would synchronise once more

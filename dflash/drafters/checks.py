@@ -1,7 +1,4 @@
-"""What an object must have to be a drafter, and what it may propose; mistakes of a drafter's author end here.
-
-Knows the protocol. Must not know how drafts are made or verified.
-"""
+"""Checks on drafters and their proposals: a mistake in a drafter's code becomes one clear error here."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ _PARTS = ("block_size", "target_layer_ids", "bind", "make_cache", "extend_contex
 
 
 def check_drafter(drafter: Any) -> None:
-    """Raise ``IncompatibleModelsError``, naming what lacks, if ``drafter`` is no ``Drafter``."""
+    """Raise ``IncompatibleModelsError``, naming the missing parts, if ``drafter`` is not a ``Drafter``."""
     if isinstance(drafter, str | Path):
         raise IncompatibleModelsError(
             f"Expected a drafter, got the name {str(drafter)!r}; load it first: load_drafter({str(drafter)!r})."
@@ -35,9 +32,9 @@ def check_drafter(drafter: Any) -> None:
 
 
 def proposed_tokens(drafter: Any, proposal: Any, length: int) -> mx.array:
-    """The tokens ``[1, n]`` of a proposal, ``0 <= n <= length``, as int64; their values are not looked at.
+    """The tokens ``[1, n]`` of a proposal as int64, with ``0 <= n <= length``; their values are not checked.
 
-    A tree may have more, but none of its paths. Raises ``GenerationError`` for anything else.
+    A tree may have more drafts, but no longer path. Raises ``GenerationError`` for anything else.
     """
     name = type(drafter).__name__
     if not isinstance(proposal, Proposal):
@@ -64,7 +61,7 @@ def _check_tree(name: str, parents: list[int], count: int, length: int) -> None:
 
 
 def check_drafted(drafter: Any, drafted: list[int], vocab_size: int) -> None:
-    """Raise ``GenerationError`` if an id in ``drafted`` is none of the target's."""
+    """Raise ``GenerationError`` if an id in ``drafted`` is outside the target's vocabulary."""
     wrong = next((token for token in drafted if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise GenerationError(

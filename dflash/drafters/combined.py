@@ -1,11 +1,8 @@
-"""A drafter made of two: it copies where the text repeats, and asks a model where it does not.
+"""N-gram lookup combined with another drafter (``--drafter ngram+PATH``): copies where the text repeats.
 
-``--drafter ngram+PATH``. Of the two drafts, the one is proposed from which more tokens are expected: the chance that a
-draft is accepted is learned from the last texts, for the model's drafts and for copies by how much agrees before them.
-A copy is compared with what was written even where the model drafted, which costs nothing. The policy is told which of
-the two it was (:attr:`~dflash.Proposal.source`), and weighs what each costs.
-
-Knows the protocol and the index of :mod:`.ngram`. Must not know what kind of drafter the model is.
+Of the two drafts, the one with more expected accepted tokens is proposed. Acceptance probabilities are learned from
+recent blocks: one for the other drafter, and one per length of the match for copies. Copies that were not proposed are
+compared with the output too, at no cost. :attr:`~dflash.Proposal.source` tells the policy which drafter was used.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +13,7 @@ import mlx.core as mx
 
 from .autoregressive import agreeing
 from .ngram import NAME as COPY
-from .ngram import WAKING, NgramCache
+from .ngram import RESUMING, NgramCache
 from .protocol import Drafter, Proposal
 
 if TYPE_CHECKING:
@@ -25,21 +22,21 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 PREFIX = COPY + "+"
-"""What a drafter's name begins with that is to be combined with copying."""
+"""The prefix of a drafter's name that combines it with copying."""
 
 COPY_SIZE = 16  # positions of a block of copied tokens
-MEMORY = 0.98  # of what a draft that was reached tells, after the next one
+MEMORY = 0.98  # weight of an observation relative to the next one
 
 
 @dataclass
 class Chance:
-    """That a draft is accepted if those before it were, begun at ``chance`` as if 8 drafts had said so."""
+    """Running acceptance probability of a draft that is reached, with a prior worth 8 observations."""
 
     chance: float
     weight: float = 8.0
 
     def learn(self, drafts: Sequence[int], written: Sequence[int]) -> None:
-        """Compare ``drafts`` with what was ``written`` in their place, as far as it is known."""
+        """Compare ``drafts`` with the tokens ``written`` in their place, as far as these are known."""
         right = agreeing(list(drafts), list(written))
         wrong = right < min(len(drafts), len(written))
         for accepted in [True] * right + [False] * wrong:
@@ -47,12 +44,12 @@ class Chance:
             self.chance += (accepted - self.chance) / self.weight
 
     def expected(self, count: int) -> float:
-        """Tokens that are accepted of ``count`` drafts."""
+        """Expected number of accepted tokens of ``count`` drafts."""
         return sum(self.chance**i for i in range(1, count + 1))
 
 
 class CombinedCache:
-    """The index and the model's own context, with the drafts that were made last."""
+    """The n-gram index, the model's own context, and the latest drafts (``made``, from position ``made_at`` on)."""
 
     def __init__(self, model: Any):
         self.copies, self.model = NgramCache(), model
@@ -70,7 +67,7 @@ class CombinedCache:
         return getattr(self.model, "state", ())
 
     def learn(self, anchor: int) -> None:
-        """What became of the drafts that were made last, if anything was written since."""
+        """Learn which of the latest drafts were right, if anything was written since."""
         if len(self.copies.tokens) >= self.made_at:
             written = [*self.copies.tokens[self.made_at :], anchor]
             for chance, drafts in self.made:
@@ -81,19 +78,18 @@ class CombinedCache:
 class CombinedDrafter:
     """Copying where it pays, and another drafter elsewhere.
 
-    Follows :class:`~dflash.drafters.protocol.Drafter`.
-
-    What it learns of chances serves the next text too: an answer is often too short to learn them anew.
+    Follows :class:`~dflash.drafters.protocol.WakingDrafter`. Acceptance probabilities are kept between requests, which
+    are often too short to learn them anew.
 
     Args:
-        model: The drafter for text that does not repeat. If it can draw (:class:`~dflash.drafters.protocol.
-            DrawingDrafter`), so can this one.
+        model: The drafter for text that does not repeat. If it can sample its drafts
+            (:class:`~dflash.drafters.protocol.DrawingDrafter`), so can this one.
     """
 
     def __init__(self, model: Drafter):
         self.model = model
         self.of_model = Chance(0.75)
-        # By the number of bits of what agrees: 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 tokens.
+        # By the bit length of the match's length: 0, 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 tokens.
         self.of_copies = [Chance(chance) for chance in (0.0, 0.2, 0.4, 0.65, 0.85, 0.93, 0.95)]
         self.block_size = max(model.block_size, COPY_SIZE)
         self.target_layer_ids = model.target_layer_ids
@@ -101,11 +97,11 @@ class CombinedDrafter:
             self.draw = self._draw
 
     def bind(self, target: "LoadedTargetModel") -> None:
-        """Check that the target fits the model; to a copy, every target does."""
+        """Check that the target fits the model; copies fit every target."""
         self.model.bind(target)
 
     def make_cache(self) -> CombinedCache:
-        """An empty index beside a new context of the model."""
+        """An empty index and a new, empty context of the model."""
         return CombinedCache(self.model.make_cache())
 
     def extend_context(self, features: mx.array, cache: CombinedCache, tokens: mx.array) -> None:
@@ -114,22 +110,22 @@ class CombinedDrafter:
         cache.copies.extend(cast(list[list[int]], tokens.tolist())[0])
 
     def wakes(self, text: Sequence[int], cache: CombinedCache) -> bool:
-        """Whether so much agrees with the end of ``text`` that a copy is worth an end of the drafter's sleep."""
+        """Whether the match at the end of ``text`` is long enough to resume drafting, and such copies are accepted."""
         cache.copies.read_ahead(text)
         agreement = cache.copies.best_place(text[-1])[1]
-        return agreement >= WAKING and self.of_copies[agreement.bit_length()].chance > 0.5
+        return agreement >= RESUMING and self.of_copies[agreement.bit_length()].chance > 0.5
 
     def propose(self, anchor: mx.array, length: int, cache: CombinedCache) -> Proposal:
-        """Up to ``length`` copied tokens, or as many of the model's as it has."""
+        """Up to ``length`` copied tokens, or the model's drafts."""
         return self._better(anchor, length, cache, lambda count: self.model.propose(anchor, count, cache.model))
 
     def _draw(self, anchor: mx.array, length: int, cache: CombinedCache, sampler: "DrawingSampler") -> Proposal:
-        """As :meth:`propose`; the model's tokens are drawn. A copied one is certain."""
+        """As :meth:`propose`; the model's drafts are sampled, a copy is certain."""
         model = cast(Any, self.model)
         return self._better(anchor, length, cache, lambda count: model.draw(anchor, count, cache.model, sampler))
 
     def _better(self, anchor: mx.array, length: int, cache: CombinedCache, ask: Callable[[int], Proposal]) -> Proposal:
-        """The draft of which more tokens are expected to be accepted."""
+        """The draft with more expected accepted tokens."""
         last, count = cast(int, anchor.item()), min(length, self.model.block_size - 1)
         cache.learn(last)
         end, agreement = cache.copies.best_place(last)

@@ -1,6 +1,4 @@
-"""What a drafter's layers keep of the committed context: all of it, or the rows that their windows can still see.
-
-Knows keys and values, and the positions that they belong to. Must not know how they are computed, masks, or targets.
+"""The context cache of a drafter: keys and values of committed tokens, all or those that a window can still see.
 
 Shapes: B batch, K key-value heads, S committed tokens, L block positions, D head size. A row is one token's keys and
 values.
@@ -10,15 +8,15 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-SPARE = 256  # rows beside those that are kept: how often a buffer is moved, and the least room for a block
+SPARE = 256  # free rows of a new buffer: room for a block, and how often a window's buffer is moved
 
 
 class LayerContext:
     """The newest rows of one layer's context, in the order of their positions, in a buffer that is filled in place.
 
-    ``limit`` is how many rows are kept, ``None`` for all. A window's buffer moves its newest rows to the front of a
-    new one when it is full, every :data:`SPARE` tokens or later, so that memory and time do not grow with the text.
-    Rows always lie in time order, without gaps: the last one belongs to position ``offset - 1``.
+    ``limit`` is how many rows are kept, ``None`` for all. A full buffer's newest rows move to the front of a new one,
+    every :data:`SPARE` tokens or later, so that memory and time of a window do not grow with the context. Rows are in
+    order of position, without gaps: the last one belongs to position ``offset - 1``.
     """
 
     def __init__(self, limit: int | None = None):
@@ -35,7 +33,7 @@ class LayerContext:
 
     @property
     def state(self) -> tuple[mx.array, mx.array] | tuple[()]:
-        """Keys and values of the rows kept, each ``[B, K, held, D]``; nothing before the first."""
+        """Keys and values of the rows kept, each ``[B, K, held, D]``; empty before the first."""
         if self.keys is None or self.values is None:
             return ()
         return self.keys[..., self._start : self._end, :], self.values[..., self._start : self._end, :]
@@ -46,11 +44,11 @@ class LayerContext:
         return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
 
     def newest_of(self, length: int) -> int:
-        """How many of ``length`` new tokens will be kept: the newest."""
+        """How many of ``length`` new tokens will be kept (the newest)."""
         return length if self.limit is None else min(length, self.limit)
 
     def append(self, keys_BKSD: mx.array, values_BKSD: mx.array) -> None:
-        """Commit the next tokens' rows, at most ``limit`` of them."""
+        """Commit the rows of the next tokens, at most ``limit`` of them."""
         new = keys_BKSD.shape[2]
         kept = self.held if self.limit is None else min(self.held, self.limit - new)
         self._write(keys_BKSD, values_BKSD, kept)
@@ -59,28 +57,28 @@ class LayerContext:
         self.offset += new
 
     def skip(self, length: int) -> None:
-        """Commit ``length`` tokens without rows. No older row is kept: between rows there may be no gap."""
+        """Commit ``length`` tokens without rows. Older rows are dropped, since rows have no gaps."""
         if length:
             self._start = self._end
             self.offset += length
 
     def rewind(self, length: int) -> None:
-        """Keep the first ``length`` tokens. A window does not get back the rows that it had dropped for later ones."""
+        """Keep the first ``length`` tokens. A window does not regain rows that it dropped for later ones."""
         self._end -= min(self.offset - length, self.held)
         self.offset = length
 
     def restore(self, keys_BKSD: mx.array, values_BKSD: mx.array, length: int) -> None:
-        """Begin with ``length`` tokens, of which these are the newest rows; those past ``limit`` are left out."""
+        """Fill an empty layer with ``length`` tokens whose newest rows these are; at most ``limit`` are kept."""
         kept = self.newest_of(keys_BKSD.shape[2])
         self.skip(length - kept)
         if kept:
             self.append(keys_BKSD[..., -kept:, :], values_BKSD[..., -kept:, :])
 
-    def beside(self, keys_BKLD: mx.array, values_BKLD: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values of the context and, after them, of a block, each ``[B, K, held + L, D]``.
+    def with_block(self, keys_BKLD: mx.array, values_BKLD: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values of the context followed by a block's, each ``[B, K, held + L, D]``.
 
-        The block borrows the spare rows, so that nothing is concatenated. It never becomes part of the context: the
-        next block or committed tokens overwrite it.
+        The block is written to spare rows, so that nothing is concatenated. It never becomes part of the context: the
+        next block, or committed tokens, overwrite it.
         """
         self._write(keys_BKLD, values_BKLD, self.held)
         assert self.keys is not None
@@ -89,7 +87,7 @@ class LayerContext:
         return self.keys[..., rows, :], self.values[..., rows, :]
 
     def _write(self, keys: mx.array, values: mx.array, kept: int) -> None:
-        """Put rows after the last one, where needed in a new buffer that begins with the ``kept`` newest ones."""
+        """Write rows after the last one; a full buffer is replaced by one that starts with the ``kept`` newest rows."""
         new = keys.shape[2]
         if self.keys is None or self.values is None or self._end + new > self.keys.shape[2]:
             old = slice(self._end - kept, self._end)
@@ -105,7 +103,7 @@ class ContextCache:
     """The context of every layer of a drafter, computed once per committed token.
 
     Args:
-        limits: Newest tokens that each layer keeps, ``None`` for all.
+        limits: How many of the newest tokens each layer keeps, ``None`` for all.
     """
 
     def __init__(self, limits: Sequence[int | None]):
@@ -113,7 +111,7 @@ class ContextCache:
 
     @property
     def offset(self) -> int:
-        """Context tokens committed, which is the position of the anchor."""
+        """Number of committed context tokens: the position of the anchor."""
         return self.layers[0].offset
 
     @property
@@ -127,11 +125,11 @@ class ContextCache:
         return sum(layer.nbytes for layer in self.layers)
 
     def newest_of(self, length: int) -> int:
-        """How many of ``length`` new tokens some layer will keep: the newest. The others need not be computed."""
+        """How many of ``length`` new tokens (the newest) any layer will keep. The others need not be computed."""
         return max(layer.newest_of(length) for layer in self.layers)
 
     def skip(self, length: int) -> None:
-        """Commit ``length`` tokens of which nothing is known; later ones keep their positions."""
+        """Commit ``length`` tokens without rows, so that later tokens get the right positions."""
         for layer in self.layers:
             layer.skip(length)
 

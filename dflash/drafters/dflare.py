@@ -1,8 +1,7 @@
-"""DFlare: every layer of the drafter mixes the target's layers by itself, and has projections for the context alone.
+"""DFlare: every drafter layer mixes the target's layers by itself, and has separate projections for the context.
 
-Where DFlash makes one context of all tapped layers for all of its own, here each layer sees their mean under weights of
-its own. Knows what differs from DFlash, with the published names (DFlare, arXiv:2606.02091; AngelSlim). Must not know
-files, targets or verification.
+In DFlash all drafter layers share one context; here each has its own weighted mean of the tapped layers. Formulas and
+weight names are those of DFlare (arXiv:2606.02091) and AngelSlim.
 
 Shapes: B batch, S context length, T tapped target layers, D drafter layers, E hidden size, K key-value heads, H head
 size.
@@ -20,11 +19,11 @@ from .dflash import DFlashDraftModel
 from .kinds import register_drafter
 from .layers import Attention, DraftLayer
 
-_FIRST_WEIGHT = 2.0  # of each layer's own tap before the softmax, in a new drafter; as published
+_FIRST_WEIGHT = 2.0  # of a layer's own tap before the softmax, in a new drafter; as published
 
 
 class DFlareAttention(Attention):
-    """Attention whose context has projections of its own; norms and rotary positions are the block's."""
+    """Attention with separate projections for the context; norms and rotary positions are the block's."""
 
     def __init__(self, config: DFlashConfig, layer: int):
         super().__init__(config, layer)
@@ -49,7 +48,7 @@ class DFlareLayer(DraftLayer):
 
 @register_drafter("dflare")
 class QwenDFlareDraftModel(DFlashDraftModel):
-    """A DFlare drafter. A new one's layers begin with the tapped layers that lie as deep as they do."""
+    """A DFlare drafter. Each layer of a new one reads mostly the tapped layer of its own relative depth."""
 
     added_modules: ClassVar[tuple[str, ...]] = ("layer_fusion_weights",)
 
@@ -67,13 +66,13 @@ class QwenDFlareDraftModel(DFlashDraftModel):
         return any("dflare" in name.lower() for name in signs["architectures"])
 
     def context(self, features_BSF: mx.array) -> mx.array:
-        """What each layer sees of committed tokens, ``[B, S, D, E]``, from target features."""
+        """The context ``[B, S, D, E]`` of each layer, from target features."""
         taps_BSTE = mx.unflatten(features_BSF, -1, (-1, self.config.hidden_size))
         weights_DT = mx.softmax(self.layer_fusion_weights.astype(mx.float32), axis=-1).astype(features_BSF.dtype)
         return self.hidden_norm(weights_DT @ taps_BSTE)
 
     def context_keys_values(self, layer: int, context: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        """As in DFlash, from the part of ``context [B, S, D, E]`` that is the layer's own."""
+        """As in DFlash, from the layer's own part of ``context [B, S, D, E]``."""
         attention = self.layers[layer].self_attn
         assert isinstance(attention, DFlareAttention)
         return attention.context_keys_values(context[:, :, layer], offset)

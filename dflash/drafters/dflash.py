@@ -1,10 +1,7 @@
-"""The DFlash block-diffusion drafter: context features in, one block of tokens out, in one pass.
-
-Knows the published weight names and the formulas of the DFlash paper's drafter. Must not know any
-target architecture, files, or what happens to its drafts.
+"""The DFlash block-diffusion drafter (arXiv:2602.06036): context features in, one block of tokens out, in one pass.
 
 Shapes: B batch, L block positions, S context length, H query heads, K key-value heads, D head size,
-E hidden size, F feature size, V vocabulary, N tokens of it that the drafter knows.
+E hidden size, F feature size, V vocabulary, N drafted vocabulary (``V``, or the part of it that the drafter knows).
 """
 
 import logging
@@ -36,17 +33,16 @@ logger = logging.getLogger(__name__)
 class DFlashDraftModel(Trainable, nn.Module):
     """A block-diffusion drafter as DFlash published it.
 
-    Follows :class:`~dflash.drafters.protocol.Drafter` once bound to a target.
+    Follows :class:`~dflash.drafters.protocol.Drafter` once bound to a target. Weight names are those of published
+    checkpoints. Embedding and head are the target's; a drafter with a reduced vocabulary uses the head's rows of its
+    tokens, or a head of its own (:meth:`reduce_vocabulary`).
 
-    Weight names are those of published checkpoints. Embedding and head are the target's; a drafter that knows a part
-    of the vocabulary uses the head's rows of these tokens, or has a head of its own (:meth:`reduce_vocabulary`).
-
-    To make another kind of it, subclass, and register with :func:`~dflash.register_drafter`.
+    To make another kind, subclass it and register the class with :func:`~dflash.register_drafter`.
     """
 
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     own_tables: ClassVar[tuple[str, ...]] = ()
-    """Tables of tokens that files of this kind may hold beside their layers, and that are then read."""
+    """Token tables that files of this kind may hold next to their layers, and that are then used."""
     head_modules: ClassVar[tuple[str, ...]] = ("lm_head",)
 
     def __init__(self, config: DFlashConfig):
@@ -73,10 +69,9 @@ class DFlashDraftModel(Trainable, nn.Module):
         return self.config.target_layer_ids
 
     def bind(self, target: "LoadedTargetModel") -> None:
-        """Share the embedding and head of ``target``; warn if it is not the one that the drafter was trained for.
+        """Share the embedding and head of ``target``; warn if the drafter was trained for another target.
 
-        Raises ``IncompatibleModelsError`` where hidden size, vocabulary or number of
-        layers differ from what the drafter was trained for.
+        Raises ``IncompatibleModelsError`` if the hidden size, vocabulary or number of layers differ.
         """
         for what, mine, theirs in (
             ("hidden_size", self.config.hidden_size, target.hidden_size),
@@ -93,9 +88,9 @@ class DFlashDraftModel(Trainable, nn.Module):
         if trained_for is not None and trained_for != target_fingerprint(target):
             logger.warning(
                 "The drafter was trained for another target of the same shape (another fine-tuning or quantisation); "
-                "its text stays exact, but fewer drafts may be accepted. Use the drafter that was trained for this one."
+                "the output stays exact, but fewer drafts may be accepted. Use the drafter trained for this one."
             )
-        # Drafters of some targets (Gemma, Muse) name what the target's own head applies already.
+        # Drafters of some targets (Gemma, Muse) name a multiplier and a cap that the target's own head applies already.
         self._target_multiplier = getattr(target.adapter.config, "output_multiplier", 1.0)
         self._target_cap = getattr(target.adapter.config, "final_logit_softcapping", None)
         self._target = target
@@ -109,10 +104,9 @@ class DFlashDraftModel(Trainable, nn.Module):
         return embeddings_BLE if scale == 1.0 else embeddings_BLE * scale
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
-        """Logits ``[B, L, N]`` of the tokens that the drafter knows, in the order of :attr:`token_ids`.
+        """Logits ``[B, L, N]`` in the order of :attr:`token_ids`, with the drafter's multiplier and soft cap.
 
-        By the target's head or its own, with the drafter's own multiplier and soft cap. Where the drafter knows all
-        tokens, ``N`` is ``V``.
+        The head is the target's, or the drafter's own.
         """
         own = "lm_head" in self
         logits_BLN = self.lm_head(hidden_BLE) if own else self.target_head(hidden_BLE)
@@ -126,14 +120,14 @@ class DFlashDraftModel(Trainable, nn.Module):
         return logits_BLN
 
     def target_head(self, hidden_BLE: mx.array) -> mx.array:
-        """The target's own logits ``[B, L, N]`` of the tokens that the drafter knows, from final hidden states."""
+        """The target's own logits ``[B, L, N]`` from final hidden states."""
         return self._target.head(hidden_BLE) if self._head_rows is None else self._head_rows(hidden_BLE)
 
     def reduce_vocabulary(self, token_ids: mx.array, own_head: bool) -> None:
-        """Draft only ``token_ids [draft_vocab_size]``, different ids of the target's in the order of the drafter's.
+        """Draft only ``token_ids [draft_vocab_size]``, distinct ids of the target's; call it before :meth:`bind`.
 
-        With ``own_head`` their logits come from ``lm_head.weight [draft_vocab_size, E]`` of the drafter, which the
-        caller loads; else from the rows of the target's head, which :meth:`bind` gathers: it is to be called later.
+        With ``own_head`` their logits come from the drafter's ``lm_head.weight [draft_vocab_size, E]``, which the
+        caller loads; otherwise from the rows of the target's head, which :meth:`bind` gathers.
         """
         draft_ids = mx.full((self.config.vocab_size,), -1, mx.int32)
         draft_ids[token_ids] = mx.arange(token_ids.size, dtype=mx.int32)
@@ -144,35 +138,32 @@ class DFlashDraftModel(Trainable, nn.Module):
 
     @property
     def token_ids(self) -> mx.array | None:
-        """The target's ids of the tokens that the drafter knows, where those are not all."""
+        """The target's ids ``[N]`` of the drafted vocabulary; ``None``: the whole vocabulary."""
         return self._token_ids
 
     def tokens_of(self, columns: mx.array) -> mx.array:
-        """The target's ids of columns of the :meth:`head`."""
+        """The target's ids of columns of :meth:`head`."""
         return columns if self._token_ids is None else self._token_ids[columns]
 
     def candidates_of(self, logits_BLN: mx.array) -> mx.array | None:
-        """The target's id of each of the :meth:`head`'s logits, for a proposal; ``None``: all ids in order."""
+        """The target's id of each logit, as :attr:`Proposal.candidates <.protocol.Proposal.candidates>` has it."""
         return None if self._token_ids is None else mx.broadcast_to(self._token_ids, logits_BLN.shape)
 
     @property
     def draft_ids(self) -> mx.array | None:
-        """The drafter's id ``[V]`` of each of the target's tokens, -1 for unknown ones, where it does not know all."""
+        """The column ``[V]`` of each of the target's ids, -1 for unknown ones; ``None``: the whole vocabulary."""
         return self._draft_ids
 
     def context(self, features_BSF: mx.array) -> mx.array:
-        """What every layer sees of committed tokens, ``[B, S, E]``, from target features."""
+        """The context ``[B, S, E]`` that every layer attends to, from target features."""
         return self.hidden_norm(self.fc(features_BSF))
 
     def context_keys_values(self, layer: int, context: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        """Keys and values, each ``[B, K, S, D]``, of committed tokens from position ``offset`` on in layer ``layer``.
-
-        ``context`` is what :meth:`context` made of their features.
-        """
+        """Keys and values, each ``[B, K, S, D]``, of ``context`` (from :meth:`context`) at ``offset ..`` in a layer."""
         return self.layers[layer].self_attn.keys_values(context, offset)
 
     def block_inputs(self, anchors_B: mx.array, drafts: int) -> mx.array:
-        """Embeddings ``[B, L, E]`` of blocks ``[anchor, mask, ..., mask]`` whose ``L`` positions hold ``drafts``."""
+        """Embeddings ``[B, L, E]`` of blocks ``[anchor, mask, ..., mask]`` with room for ``drafts`` tokens."""
         masks = drafts - self.config.sample_from_anchor
         masks_BM = mx.full((anchors_B.size, masks), self.config.mask_token_id, anchors_B.dtype)
         return self.embed(mx.concatenate([anchors_B[:, None], masks_BM], axis=1))
@@ -184,26 +175,22 @@ class DFlashDraftModel(Trainable, nn.Module):
         return self.norm(x_BLE)
 
     def limit_context(self, tokens: int) -> None:
-        """Let full attention see only the newest ``tokens`` of the context, in caches that are made from now on.
+        """Limit full attention to the newest ``tokens`` of the context, in caches made from now on.
 
-        Memory and time of a draft then stop growing with the text. Drafts change where a drafter would have looked
-        further back, the text never. Sliding layers keep their own windows. Raises
-        ``GenerationError`` unless it is one token at least.
+        Memory and time per draft then stop growing with the context. Drafts may change, the output never does.
+        Sliding layers keep their own windows. Raises ``GenerationError`` for less than one token.
         """
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise GenerationError(f"The drafter's window must be a whole number of at least 1, got {tokens!r}.")
         self._context_limit = tokens
 
     def make_cache(self) -> ContextCache:
-        """A new, empty context cache: a sliding layer keeps what its window can see after the newest token."""
+        """A new, empty context cache: a sliding layer keeps what the next token's window can see."""
         windows = (self.config.window(layer) for layer in range(self.config.num_hidden_layers))
         return ContextCache([self._context_limit if window is None else window - 1 for window in windows])
 
     def extend_context(self, features: mx.array, cache: ContextCache, tokens: mx.array) -> None:
-        """Append committed tokens, known to the drafter only by their ``features [1, S, F]``.
-
-        What no layer keeps is not computed.
-        """
+        """Append committed tokens by their ``features [1, S, F]``; what no layer keeps is not computed."""
         length, start = features.shape[1], cache.offset
         context = self.context(features[:, length - cache.newest_of(length) :])
         for layer, kv in enumerate(cache.layers):
@@ -213,18 +200,18 @@ class DFlashDraftModel(Trainable, nn.Module):
                 kv.append(*self.context_keys_values(layer, context[:, -kept:], start + length - kept))
 
     def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
-        """Fill the block after ``anchor [1, 1]`` and return its first ``length`` tokens, greedily.
+        """Fill the block after ``anchor [1, 1]`` greedily and return its first ``length`` tokens.
 
-        The block is as wide as in training, so that how many tokens are used does not change what they are; that of a
-        drafter with ``elastic_blocks``, which has seen all lengths, is no wider than needed.
+        The block is as wide as in training, so that its tokens do not depend on ``length``. A drafter with
+        ``elastic_blocks`` was trained on all widths and fills only what is asked for.
         """
         logits = self.head(self.draft_hidden(anchor, length, cache))
         return Proposal(self.tokens_of(mx.argmax(logits, axis=-1)), logits, self.candidates_of(logits))
 
     def draft_hidden(self, anchor: mx.array, length: int, cache: ContextCache) -> mx.array:
-        """Final hidden states ``[1, length, E]`` at the block positions that predict the tokens after ``anchor``.
+        """Final hidden states ``[1, length, E]`` at the positions that predict the tokens after ``anchor``.
 
-        Raises ``GenerationError`` unless a block holds so many drafts.
+        Raises ``GenerationError`` unless a block holds ``length`` drafts.
         """
         if not 1 <= length < self.block_size:
             raise GenerationError(
@@ -241,9 +228,9 @@ class DFlashDraftModel(Trainable, nn.Module):
         config = self.config
 
         def attend(queries_BHLD: mx.array, keys_BKLD: mx.array, values_BKLD: mx.array) -> mx.array:
-            # Masks depend on distances only, so that the rows kept may be counted from the oldest.
+            # The mask depends on distances only, so it may count positions from the oldest row kept.
             mask = block_mask(kv.held, keys_BKLD.shape[2], config.window(layer), config.causal_in_block(layer))
-            keys, values = kv.beside(keys_BKLD, values_BKLD)
+            keys, values = kv.with_block(keys_BKLD, values_BKLD)
             scale = queries_BHLD.shape[-1] ** -0.5
             attended = mx.fast.scaled_dot_product_attention(queries_BHLD, keys, values, scale=scale, mask=mask)
             begin_early(attended)

@@ -2,12 +2,11 @@
 
 The layers fill the block in one pass, as in DFlash. Before and after attention and MLP each row is mixed with the rows
 before it, by kernels that depend on the row. Then a token is chosen at one position after another, among the ``K`` best
-of each, by its logit and how well it follows the token chosen before it. Knows the published keys and weight names
-(z-lab's dflash 0.1.0) and these formulas; there is no paper. Must not know files, any target architecture, or what
-happens to its drafts.
+of each, by its logit and how well it follows the token chosen before it. Keys, weight names and formulas are those of
+z-lab's dflash 0.1.0; there is no paper.
 
 Shapes: B blocks, L block positions, E hidden size, S sides (before, after), T taps, N drafts of one block or
-predictions of many, R rank, K candidates, V vocabulary: the part of the target's that the drafter knows.
+predictions of many, R rank, K candidates, V drafted vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from .dflash import DFlashDraftModel
 from .kinds import register_drafter
 from .layers import Attend, DraftLayer
 from .protocol import Proposal
+from .sequential import Choose, SequentialDrafter, Walk, sampled
 from .trainable import Predictions
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ _OWN_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_t
 
 @dataclass(frozen=True)
 class DFlash2Config(DFlashConfig):
-    """Further keys of a DFlash 2 ``config.json``; files must name all but the last.
+    """The further keys of a DFlash 2 ``config.json``; all but the last are required.
 
-    A convolution mixes ``conv_kernel_size`` rows, with dynamic coefficients that ``conv_group_size`` channels share.
+    A convolution mixes ``conv_kernel_size`` rows; groups of ``conv_group_size`` channels share a dynamic coefficient.
     The selector chooses among ``selector_top_k`` tokens, by tables of rank ``selector_rank``. Only ids below
-    ``selector_vocab_size`` are candidates: larger ones are padding of the vocabulary.
+    ``selector_vocab_size`` are candidates: larger ones pad the vocabulary.
     """
 
     conv_kernel_size: int = field(kw_only=True)
@@ -78,10 +78,10 @@ class DFlash2Config(DFlashConfig):
 
 
 class DynamicConvolution(nn.Module):
-    """Two causal convolutions over block rows, one before and one after a sublayer; new, they change nothing.
+    """Two causal convolutions over block rows, one before and one after a sublayer; a new one is the identity.
 
-    The coefficient of tap ``t`` in channel ``c`` of row ``i`` is ``base[t, c] + dynamic[i, t, group of c]``. Both
-    sides' dynamic parts come from what enters the sublayer.
+    The coefficient of tap ``t`` in channel ``c`` of row ``i`` is ``base[t, c] + dynamic[i, t, group of c]``. The
+    dynamic parts of both sides come from the sublayer's input.
     """
 
     def __init__(self, config: DFlash2Config):
@@ -94,7 +94,7 @@ class DynamicConvolution(nn.Module):
         self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
 
     def __call__(self, u_BLE: mx.array) -> tuple[Kernel, Kernel]:
-        """The kernels of both sides for the rows ``u_BLE`` that enter the sublayer."""
+        """The kernels of both sides, from the sublayer's input rows ``u_BLE``."""
         sides, taps, size = self.base_kernel.shape
         base_STE, width = self.base_kernel.astype(u_BLE.dtype), size // self._groups
         dynamic = self.kernel_projection(u_BLE).reshape(*u_BLE.shape[:2], sides, taps, self._groups)
@@ -131,7 +131,7 @@ class DFlash2Layer(DraftLayer):
 
 
 class CandidateSelector(nn.Module):
-    """How well each candidate follows a token: a product of three vectors of rank ``R``; new, it is 0 for all."""
+    """How well each candidate follows a token: a product of three vectors of rank ``R``; 0 in a new selector."""
 
     def __init__(self, config: DFlash2Config):
         super().__init__()
@@ -141,20 +141,20 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def weighted(self, hidden_NE: mx.array, candidates_NK: mx.array) -> mx.array:
-        """``[N, K, R]``: what is multiplied with the row of the token before (:meth:`bias`)."""
+        """``[N, K, R]``: the factors that do not depend on the token before (:meth:`bias`)."""
         return self.hidden_projection(hidden_NE)[:, None] * self.successor_codebook[candidates_NK]
 
     def bias(self, weighted_NKR: mx.array, previous_N: mx.array) -> mx.array:
-        """``[N, K]`` in float32, added to the candidates' logits where ``previous_N`` are the tokens before them."""
+        """``[N, K]`` in float32, added to the logits of candidates that follow the tokens ``previous_N``."""
         return (weighted_NKR * self.predecessor_codebook[previous_N][:, None]).astype(mx.float32).sum(-1)
 
 
 @register_drafter("dflash2")
-class DFlash2DraftModel(DFlashDraftModel):
+class DFlash2DraftModel(SequentialDrafter, DFlashDraftModel):
     """A DFlash 2 drafter. Its proposals hold the ``K`` candidates of each position, best logit first, and their scores.
 
-    In training the selector is taught with the true token before each prediction: cross-entropy over the candidates,
-    where the true token is among them.
+    The selector is trained with the true token before each prediction: cross-entropy over the candidates, if the true
+    token is among them.
     """
 
     config_class: ClassVar[type[DFlashConfig]] = DFlash2Config
@@ -177,38 +177,24 @@ class DFlash2DraftModel(DFlashDraftModel):
         named = any("dflash2" in name.lower() for name in (*signs["architectures"], *signs["algorithms"]))
         return named or any(signs.get(key) for key in _OWN_KEYS)
 
-    def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
-        """Fill the block after ``anchor [1, 1]`` and choose its first ``length`` tokens, the best after each other."""
-        return self._walk(anchor, length, cache, None)
-
     def draw(self, anchor: mx.array, length: int, cache: ContextCache, sampler: "DrawingSampler") -> Proposal:
-        """As :meth:`propose`, each token drawn from its candidates at the temperature of ``sampler``.
+        """As :meth:`propose`, each token sampled from its candidates at the temperature of ``sampler``.
 
-        Its filters are not applied, as published: any distribution will do that ``log_q`` tells.
+        Its filters are not applied, as published: the proposal names its distribution, so any would be exact.
         """
-        return self._walk(anchor, length, cache, sampler.temp)
+        return self.walk(anchor, length, cache, sampled(lambda scores_1K: nn.log_softmax(scores_1K / sampler.temp)))
 
-    def _walk(self, anchor: mx.array, length: int, cache: ContextCache, temperature: float | None) -> Proposal:
+    def walk(self, anchor: mx.array, length: int, cache: ContextCache, choose: Choose) -> Proposal:
+        """Fill the block after ``anchor [1, 1]`` and choose its first ``length`` tokens among their candidates."""
         hidden_NE = self.draft_hidden(anchor, length, cache)[0]
         columns_NK, unary_NK = self.candidates(self.head(hidden_NE))
         candidates_NK = self.tokens_of(columns_NK)
         weighted_NKR = self.candidate_selector.weighted(hidden_NE, candidates_NK)
-        token, tokens, scores, log_q = anchor.reshape(1), [], [], []
+        walk, token = Walk(choose), anchor.reshape(1)
         for i in range(length):
-            scores.append(unary_NK[i : i + 1] + self.candidate_selector.bias(weighted_NKR[i : i + 1], token))
-            if temperature is None:
-                choice = mx.argmax(scores[-1], axis=-1)
-            else:
-                log_q.append(nn.log_softmax(scores[-1] / temperature))
-                choice = mx.random.categorical(log_q[-1])
-            token = candidates_NK[i, choice]
-            tokens.append(token)
-        return Proposal(
-            mx.concatenate(tokens)[None],
-            mx.concatenate(scores)[None],
-            candidates_NK[None],
-            mx.concatenate(log_q)[None] if log_q else None,
-        )
+            scores_1K = unary_NK[i : i + 1] + self.candidate_selector.bias(weighted_NKR[i : i + 1], token)
+            token = walk.step(scores_1K, candidates_NK[i].__getitem__)
+        return walk.proposal(candidates_NK[None])
 
     def candidates(self, logits_NV: mx.array) -> tuple[mx.array, mx.array]:
         """Columns of the ``K`` best tokens of each row, and their logits in float32, each ``[N, K]``, best first."""
@@ -222,20 +208,20 @@ class DFlash2DraftModel(DFlashDraftModel):
         return mx.take_along_axis(best_NK, order_NK, axis=-1), mx.take_along_axis(unary_NK, order_NK, axis=-1)
 
     def _taught(self, hidden_NE: mx.array, previous_N: mx.array, logits_NV: mx.array) -> tuple[mx.array, mx.array]:
-        """Columns of the candidates and their scores ``[N, K]`` where the token before each is known."""
+        """Columns of the candidates and their scores ``[N, K]``, given the token before each prediction."""
         columns_NK, unary_NK = self.candidates(logits_NV)
         weighted_NKR = self.candidate_selector.weighted(hidden_NE, self.tokens_of(columns_NK))
         return columns_NK, unary_NK + self.candidate_selector.bias(weighted_NKR, previous_N)
 
     def auxiliary_losses(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> mx.array:
-        """Cross-entropy over the candidates; 0 where the target's token is none of them."""
+        """Cross-entropy ``[T]`` over the candidates; 0 if the target's token is not among them."""
         columns_TK, scores_TK = self._taught(hidden_TE, previous_T, predictions.logits_TV)
         right_TK = columns_TK == predictions.tokens_T[:, None]
         losses_T = mx.logsumexp(scores_TK, axis=-1) - mx.where(right_TK, scores_TK, 0).sum(-1)
         return mx.where(right_TK.any(-1), losses_T, 0)
 
     def hits(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> dict[str, mx.array]:
-        """Whether the candidate chosen, given the true token before it, is the target's; whether any candidate is."""
+        """Whether the candidate chosen after the true token is the target's, and whether any candidate is."""
         columns_TK, scores_TK = self._taught(hidden_TE, previous_T, predictions.logits_TV)
         right_TK = columns_TK == predictions.tokens_T[:, None]
         if predictions.known_T is not None:

@@ -1,15 +1,13 @@
 """DSpark: a DFlash drafter whose tokens are chosen one after another by a small Markov head, with a confidence head.
 
-The layers fill the block in one pass, as in DFlash. Their logits are then walked from left to right: each gets a bias
-from the token that was chosen before it. Knows the heads' place in the block and their published keys (DSpark,
-arXiv:2607.05147; DeepSpec, SpecForge, vLLM's speculators). Must not know files, targets' architectures, or
-verification.
+The layers fill the block in one pass, as in DFlash. Then tokens are chosen from left to right: each position's logits
+get a bias from the token chosen before it. Keys and formulas are those of DSpark (arXiv:2607.05147), DeepSpec,
+SpecForge and vLLM's speculators.
 
-Shapes: N drafts of one block, T predictions of many, E hidden size, R rank, V vocabulary: the part of the target's that
-the drafter knows.
+Shapes: N drafts of one block, T predictions of many, E hidden size, R rank, V drafted vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,23 +23,20 @@ from .dflash import DFlashDraftModel
 from .kinds import register_drafter
 from .markov import ConfidenceHead, markov_head_class
 from .protocol import Proposal
+from .sequential import Choose, SequentialDrafter, Walk
 from .trainable import Predictions
 
 if TYPE_CHECKING:
-    from ..decoding.sampling import DrawingSampler
     from ..target import LoadedTargetModel
-
-Choose = Callable[[mx.array], tuple[mx.array, mx.array | None]]
-"""Logits ``[1, V]`` to a column ``[1]`` and the log-probabilities ``[1, V]`` that it was drawn from, if it was."""
 
 
 @dataclass(frozen=True)
 class DSparkConfig(DFlashConfig):
-    """Further keys of DSpark's ``config.json``.
+    """The further keys of DSpark's ``config.json``.
 
-    ``markov_head_type`` is ``vanilla``, ``gated`` or ``rnn``; ``markov_rank`` 0 means no such head. The confidence head
-    reads the token before each draft too where ``confidence_head_with_markov``; its logits are divided by
-    ``confidence_temperatures``, one a draft, where they were calibrated.
+    ``markov_head_type`` is ``vanilla``, ``gated`` or ``rnn``; ``markov_rank`` 0 means no such head. With
+    ``confidence_head_with_markov`` the confidence head also reads the token before each draft. Its logits are divided
+    by ``confidence_temperatures``, one per draft, if it was calibrated.
     """
 
     sample_from_anchor: bool = True
@@ -67,7 +62,7 @@ class DSparkConfig(DFlashConfig):
 
     @property
     def confidence_rank(self) -> int:
-        """Numbers of the token before that the confidence head reads."""
+        """Size of the token embedding that the confidence head reads; 0: none."""
         return self.markov_rank if self.confidence_head_with_markov else 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,12 +77,11 @@ class DSparkConfig(DFlashConfig):
 
 
 @register_drafter("dspark")
-class DSparkDraftModel(DFlashDraftModel):
+class DSparkDraftModel(SequentialDrafter, DFlashDraftModel):
     """A DSpark drafter. Its files may hold an embedding and a head of their own, frozen copies of the target's.
 
-    In training both heads are taught with the true token before each prediction. The confidence head learns, by
-    cross-entropy, how much of the target's distribution the drafter's covers: the chance that a draft drawn from it is
-    accepted.
+    Both heads are trained with the true token before each prediction. The confidence head learns, by cross-entropy,
+    the overlap of the target's and the drafter's distributions: the probability that a sampled draft is accepted.
     """
 
     config_class: ClassVar[type[DFlashConfig]] = DSparkConfig
@@ -106,14 +100,14 @@ class DSparkDraftModel(DFlashDraftModel):
 
     @classmethod
     def recognises(cls, signs: Mapping[str, Any]) -> bool:
-        """Whether a config's keys or names are DSpark's. Without both heads it is DFlash in DeepSpec's packaging."""
+        """Whether a config's keys or names are DSpark's. Without either head it is DFlash in DeepSpec's packaging."""
         named = any("dspark" in name.lower() for name in (*signs["architectures"], *signs["algorithms"]))
         named = named or signs.get("projector_type") == "dspark"
         has_heads = bool(signs.get("markov_rank") or signs.get("enable_confidence_head"))
         return has_heads or (named and signs.get("markov_rank") is None)
 
     def keep_tables(self, names: set[str]) -> None:
-        """Make room for the tables ``names``, some of :attr:`own_tables`, which the caller loads."""
+        """Allocate the tables ``names``, some of :attr:`own_tables`, which the caller loads."""
         config = self.config
         if "embed_tokens" in names:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -121,58 +115,40 @@ class DSparkDraftModel(DFlashDraftModel):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def bind(self, target: "LoadedTargetModel") -> None:
-        """As :meth:`~dflash.drafters.dflash.DFlashDraftModel.bind`; tables that equal the target's are shared."""
+        """As in DFlash; tables that equal the target's are dropped and the target's used."""
         super().bind(target)
         for name in self.own_tables:
             if name in self and _same_table(self[name], _table_of(target, name)):
                 self.pop(name)
 
     def embed(self, tokens_BL: mx.array) -> mx.array:
-        """Embeddings ``[B, L, E]``: the target's, or those of a table of its own."""
+        """Embeddings ``[B, L, E]`` from the target's table, or the drafter's own."""
         if "embed_tokens" not in self:
             return super().embed(tokens_BL)
         return self.embed_tokens(tokens_BL) * self.config.input_embedding_scale
 
-    def propose(self, anchor: mx.array, length: int, cache: ContextCache) -> Proposal:
-        """Fill the block after ``anchor [1, 1]`` and choose its first ``length`` tokens, the best after each other."""
-        return self._walk(anchor, length, cache, lambda logits_1V: (mx.argmax(logits_1V, axis=-1), None))
+    def walk(self, anchor: mx.array, length: int, cache: ContextCache, choose: Choose) -> Proposal:
+        """Fill the block after ``anchor [1, 1]`` and choose its first ``length`` tokens.
 
-    def draw(self, anchor: mx.array, length: int, cache: ContextCache, sampler: "DrawingSampler") -> Proposal:
-        """As :meth:`propose`, but each token is drawn as ``sampler`` says, given those drawn before it."""
-
-        def draw(logits_1V: mx.array) -> tuple[mx.array, mx.array]:
-            log_q_1V = sampler.log_distribution(logits_1V)
-            return mx.random.categorical(log_q_1V), log_q_1V
-
-        return self._walk(anchor, length, cache, draw)
-
-    def _walk(self, anchor: mx.array, length: int, cache: ContextCache, choose: Choose) -> Proposal:
+        Sampled drafts have no confidence: the head would read what was sampled.
+        """
         hidden_1NE = self.draft_hidden(anchor, length, cache)
         base_1NV = self.head(hidden_1NE)
         state = mx.zeros((1, self.config.markov_rank), hidden_1NE.dtype)
-        tokens, logits, log_q = [anchor.reshape(1).astype(mx.int32)], [], []
+        walk, before = Walk(choose), [anchor.reshape(1).astype(mx.int32)]
         for i in range(length):
             logits_1V = base_1NV[:, i]
             if "markov_head" in self:
-                before = self.markov_head.markov_w1(tokens[-1])
-                latent, state = self.markov_head.step(before, hidden_1NE[:, i], state)
-                logits_1V = logits_1V + self.markov_head.bias(latent)
-            column, of_column = choose(logits_1V)
-            tokens.append(self.tokens_of(column).astype(mx.int32))
-            logits.append(logits_1V)
-            log_q += [] if of_column is None else [of_column]
+                before_1R = self.markov_head.markov_w1(before[-1])
+                latent_1R, state = self.markov_head.step(before_1R, hidden_1NE[:, i], state)
+                logits_1V = logits_1V + self.markov_head.bias(latent_1R)
+            before.append(walk.step(logits_1V, self.tokens_of))
         confidence = None
-        if "confidence_head" in self and not log_q:  # it reads the drafts
-            logit_N = self._confidence_logits(hidden_1NE[0], mx.concatenate(tokens[:-1]))
+        if "confidence_head" in self and not walk.log_q:
+            logit_N = self._confidence_logits(hidden_1NE[0], mx.concatenate(before[:-1]))
             temperatures = self.config.confidence_temperatures
             confidence = mx.sigmoid(logit_N / mx.array(temperatures[:length]) if temperatures else logit_N)[None]
-        return Proposal(
-            mx.stack(tokens[1:], axis=1),
-            mx.stack(logits, axis=1),
-            self.candidates_of(base_1NV),
-            log_q=mx.stack(log_q, axis=1) if log_q else None,
-            confidence=confidence,
-        )
+        return walk.proposal(self.candidates_of(base_1NV), confidence)
 
     @property
     def needs_target_logits(self) -> bool:
@@ -189,11 +165,10 @@ class DSparkDraftModel(DFlashDraftModel):
         return logits_TV + self.markov_head.bias(latent_TR)
 
     def auxiliary_losses(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> mx.array | None:
-        """Cross-entropy ``[T]`` of the confidence with ``sum(min(p, q))``, the chance of acceptance; a constant to it.
+        """Cross-entropy ``[T]`` of the confidence with ``sum(min(p, q))``, the acceptance probability (a constant).
 
-        ``p`` and ``q`` are the distributions of target and drafter. Where the drafter knows a part of the vocabulary,
-        ``p`` is that of :class:`~dflash.drafters.trainable.Predictions`, renormalised: the confidence is too high by
-        what the target gives to the other tokens.
+        ``p`` and ``q`` are the distributions of target and drafter. With a reduced vocabulary ``p`` is renormalised
+        (:class:`~dflash.drafters.trainable.Predictions`), so the confidence ignores the target's other tokens.
         """
         if predictions.target_logits_TV is None or "confidence_head" not in self:
             return None
@@ -203,7 +178,7 @@ class DSparkDraftModel(DFlashDraftModel):
         return mx.logaddexp(logit_T, mx.zeros_like(logit_T)) - accepted_T * logit_T
 
     def _confidence_logits(self, hidden_TE: mx.array, previous_T: mx.array) -> mx.array:
-        """Logits ``[T]``, in float32, of the chances that the drafts after ``previous_T`` are accepted."""
+        """Logits ``[T]`` in float32: the confidence in the drafts after the tokens ``previous_T``."""
         parts = [hidden_TE]
         if self.config.confidence_rank:
             parts.append(self.markov_head.markov_w1(previous_T))
@@ -216,6 +191,6 @@ def _table_of(target: "LoadedTargetModel", name: str) -> Any:
 
 
 def _same_table(mine: nn.Module, theirs: nn.Module) -> bool:
-    """Whether two tables hold the same numbers, as they are stored."""
+    """Whether two tables store the same numbers."""
     ours, other = (dict(tree_flatten(table.parameters())) for table in (mine, theirs))
     return ours.keys() == other.keys() and all(mx.array_equal(ours[name], other[name]).item() for name in ours)

@@ -1,7 +1,4 @@
-"""The kinds of drafters by name: the published ones, and those that other packages register.
-
-Knows how a ``config.json`` names its kind. Must not know weights, targets or how any kind drafts.
-"""
+"""The registry of drafter kinds, and how a ``config.json`` names its kind."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -14,7 +11,7 @@ T = TypeVar("T", bound=type)
 
 DEFAULT = "dflash"
 KIND = "drafter_kind"
-"""The key of ``config.json`` that names the kind; absent in published files, which are of the kind ``"dflash"``."""
+"""The key of ``config.json`` that names the kind; published files lack it."""
 
 _DRAFTER_KEYS = ("dflash_config", "speculators_config", "target_layer_ids", "num_target_layers", "mask_token_id")
 
@@ -22,13 +19,13 @@ drafters: Registry[type] = Registry("drafter", "dflash.drafters")
 
 
 def register_drafter(kind: str) -> Callable[[T], T]:
-    """Decorator: ``config.json``, recipes and the command line know this class of drafters as ``kind``.
+    """Class decorator: register a drafter class as ``kind``, for ``config.json``, recipes and the command line.
 
     The class is a subclass of :class:`~dflash.drafters.dflash.DFlashDraftModel`, or an ``mlx.nn.Module`` that follows
-    :class:`~dflash.drafters.protocol.Drafter`, is made from its config alone, and has two attributes: ``config`` and,
-    on the class, ``config_class``. That is :class:`~dflash.DFlashConfig`, or a frozen dataclass
-    derived from it whose further fields (with defaults) are the kind's own options in ``config.json``. Where published
-    files of the kind name it in their own way, a class method ``recognises(signs) -> bool`` says so
+    :class:`~dflash.drafters.protocol.Drafter` and is constructed from its config alone. It has an attribute ``config``
+    and a class attribute ``config_class``: :class:`~dflash.DFlashConfig`, or a frozen dataclass derived from it whose
+    further fields (with defaults) are the kind's own options in ``config.json``. If published files name the kind
+    in another way, a class method ``recognises(signs) -> bool`` identifies them
     (:func:`~dflash.drafters.checkpoints.formats.signs`).
 
     A package announces its kinds under the entry-point group ``dflash.drafters``. Raises ``TypeError`` unless
@@ -38,39 +35,32 @@ def register_drafter(kind: str) -> Callable[[T], T]:
 
 
 def drafter_class(kind: str) -> type[Any]:
-    """The class that is registered as ``kind``. Raises ``DFlashError`` where none is."""
+    """The class registered as ``kind``. Raises ``DFlashError`` for an unknown kind."""
     return drafters.get(kind)
 
 
 def kind_of(model: object) -> str:
-    """The name under which the class of ``model`` is registered.
-
-    Raises ``CheckpointError`` for a class that nothing could load again.
-    """
+    """The kind of ``model``. Raises ``CheckpointError`` if its class is not registered, and so could not be loaded."""
     found = [name for name, known in drafters.all().items() if known is type(model)]
     if not found:
         name = type(model).__name__
         raise CheckpointError(
-            f'{name} is not registered, so what is saved could not be loaded; put @register_drafter("...") on it.'
+            f'{name} is not registered, so a saved one could not be loaded; put @register_drafter("...") on it.'
         )
     return found[0]
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """``config.json`` of ``model``: its config, and its kind unless that is the published one.
-
-    Raises ``CheckpointError`` as :func:`kind_of` does.
-    """
+    """The ``config.json`` of ``model``: config, and kind unless it is ``"dflash"``. Raises as :func:`kind_of`."""
     kind, config = kind_of(model), model.config.to_dict()
     return config if kind == DEFAULT else config | {KIND: kind, "architectures": [type(model).__name__]}
 
 
 def kind_in(config: Mapping[str, Any]) -> str:
-    """The kind that a ``config.json`` names by ``drafter_kind``, else by ``model_type`` or ``architectures``.
+    """The kind of a ``config.json``: by ``drafter_kind``, else by ``model_type`` or ``architectures``.
 
-    What names none is of the first kind that recognises it by its keys, else of the kind ``"dflash"``.
-
-    Raises ``CheckpointError`` if ``drafter_kind`` names one that is not registered.
+    A config that names none belongs to the first kind that recognises its keys, else to ``"dflash"``. Raises
+    ``CheckpointError`` if ``drafter_kind`` is not registered.
     """
     known = drafters.all()
     explicit = config.get(KIND)
@@ -96,15 +86,15 @@ def _architectures(config: Mapping[str, Any]) -> list[Any]:
 
 
 def is_drafter(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` has a key by which drafters are known, or is of a kind of them."""
+    """Whether a ``config.json`` belongs to a drafter: it has a key that only drafters have, or another kind's sign."""
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     return any(key in part for part in parts for key in (KIND, *_DRAFTER_KEYS)) or kind_in(config) != DEFAULT
 
 
 def is_language_model(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is that of a whole language model, which can draft by itself, one token after another.
+    """Whether a ``config.json`` belongs to a whole language model, which can draft token by token.
 
-    It names such an architecture, or none beside its ``model_type``, and has no key by which drafters are known.
+    It names such an architecture, or only a ``model_type``, and is no drafter's.
     """
     if is_drafter(config):
         return False

@@ -1,6 +1,6 @@
 """The layers of a DFlash drafter: normalised attention to context and block, and a gated feed-forward.
 
-Knows the published weight names. Must not know targets, caches, or whether a block is drafted or trained.
+Weight names are those of published checkpoints. Decoding and training share these layers (:data:`Attend`).
 
 Shapes: B batch, L block positions, H query heads, K key-value heads, D head size, E hidden size.
 """
@@ -18,8 +18,8 @@ from .rope import build_rope
 Attend = Callable[[mx.array, mx.array, mx.array], mx.array]
 """Attention of a block: ``(queries_BHLD, keys_BKLD, values_BKLD) -> out_BHLD``.
 
-Keys and values are the block's own; the callable adds the context's. Decoding has one block over a
-cache, training has many over shared contexts, and the layers need not know which.
+Keys and values are the block's own; the callable adds the context's: from a cache for the one block of decoding, from
+shared contexts for the many blocks of training.
 """
 
 
@@ -82,10 +82,10 @@ class DraftLayer(nn.Module):
 
 
 def block_mask(context: int, length: int, window: int | None, causal: bool) -> mx.array | None:
-    """What is visible to each block position: boolean ``[length, context + length]``, or ``None`` for everything.
+    """The attention mask of a block: boolean ``[length, context + length]``, or ``None`` if everything is visible.
 
-    The query at absolute position ``t`` sees context positions ``> t - window``, and in its own block all
-    positions, or only those up to itself where ``causal``.
+    The query at absolute position ``t`` sees context positions ``> t - window``, and in its own block all positions,
+    or with ``causal`` only those up to itself.
     """
     if not causal and (window is None or context + length <= window):
         return None

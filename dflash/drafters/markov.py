@@ -1,9 +1,8 @@
-"""DSpark's two heads: a bias on the logits from the token before, and the chance that a draft is accepted.
+"""DSpark's two heads: a bias on the logits from the token before, and the acceptance probability of a draft.
 
-Knows the published weight names and formulas (DSpark, arXiv:2607.05147; the reference is DeepSpec). Must not know the
-layers before the heads, caches, or how a token is chosen.
+Weight names and formulas are published (DSpark, arXiv:2607.05147; the reference is DeepSpec).
 
-Shapes: N rows (one block's, or predictions of many), E hidden size, R rank, D drafted tokens of the vocabulary.
+Shapes: N rows (one block's, or predictions of many), E hidden size, R rank, D drafted vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,10 +14,7 @@ from ..core.errors import CheckpointError, did_you_mean
 
 
 class MarkovHead(nn.Module):
-    """``vanilla``: the bias of a token depends on the token before alone, by two tables of low rank.
-
-    A new head's bias is 0 for all, so that a DFlash drafter with one drafts as before.
-    """
+    """``vanilla``: the bias depends only on the token before, by two tables of low rank; 0 in a new head."""
 
     def __init__(self, vocab_size: int, drafted: int, rank: int, hidden_size: int):
         super().__init__()
@@ -28,23 +24,23 @@ class MarkovHead(nn.Module):
         self.markov_w2.weight = mx.zeros((drafted, rank))
 
     def step(self, before_NR: mx.array, hidden_NE: mx.array, state_NR: mx.array) -> tuple[mx.array, mx.array]:
-        """What :meth:`bias` reads, ``[N, R]``, and the next state, from the embedding of the token before."""
+        """The latent vector ``[N, R]`` for :meth:`bias` and the next state, from the embedding of the token before."""
         return before_NR, state_NR
 
     def walk(self, before_NR: mx.array, hidden_NE: mx.array, positions_N: mx.array, most: int) -> mx.array:
-        """:meth:`step` of whole blocks whose tokens are known: rows follow each other, a block begins at position 1.
+        """The latents ``[N, R]`` of whole blocks whose tokens are known.
 
-        ``most`` is the largest position.
+        A block's rows are consecutive, with positions from 1 to at most ``most``.
         """
         return self.step(before_NR, hidden_NE, mx.zeros_like(before_NR))[0]
 
     def bias(self, latent_NR: mx.array) -> mx.array:
-        """What is added to the logits, ``[N, D]``."""
+        """The bias ``[N, D]`` of the logits."""
         return self.markov_w2(latent_NR)
 
 
 class GatedMarkovHead(MarkovHead):
-    """``gated``: a sigmoid of hidden state and token decides how much of each of the ``R`` numbers counts."""
+    """``gated``: each of the ``R`` numbers is scaled by a sigmoid of hidden state and token."""
 
     def __init__(self, vocab_size: int, drafted: int, rank: int, hidden_size: int):
         super().__init__(vocab_size, drafted, rank, hidden_size)
@@ -56,7 +52,7 @@ class GatedMarkovHead(MarkovHead):
 
 
 class RecurrentMarkovHead(MarkovHead):
-    """``rnn``: a state that begins at zero in each block remembers all of the block's tokens."""
+    """``rnn``: a recurrent state, zero at the start of each block, remembers the block's tokens."""
 
     def __init__(self, vocab_size: int, drafted: int, rank: int, hidden_size: int):
         super().__init__(vocab_size, drafted, rank, hidden_size)
@@ -69,8 +65,8 @@ class RecurrentMarkovHead(MarkovHead):
         return mx.tanh(out_NR), gate_NR * state_NR + (1 - gate_NR) * mx.tanh(new_NR)
 
     def walk(self, before_NR: mx.array, hidden_NE: mx.array, positions_N: mx.array, most: int) -> mx.array:
-        # All blocks move on together: round k computes every row and keeps those at position k, whose state is that
-        # of the row before. Blocks of different lengths need no padding, and nothing waits for positions on the host.
+        # All blocks advance together: round k computes every row and keeps those at position k, whose state is that
+        # of the row before. Blocks of different lengths need no padding, and positions never go to the host.
         positions_N1 = positions_N[:, None]
         states_NR = latents_NR = mx.zeros_like(before_NR)
         for k in range(1, most + 1):
@@ -87,23 +83,23 @@ MARKOV_HEADS: dict[str, type[MarkovHead]] = {
     "gated": GatedMarkovHead,
     "rnn": RecurrentMarkovHead,
 }
-"""By their names in published configs."""
+"""The heads by their names in published configs."""
 
 
 def markov_head_class(name: str) -> type[MarkovHead]:
-    """The head of that name. Raises ``CheckpointError`` where there is none."""
+    """The head of that name. Raises ``CheckpointError`` for an unknown one."""
     if name not in MARKOV_HEADS:
         raise CheckpointError(f"markov_head_type {name!r} is not supported; {did_you_mean(name, MARKOV_HEADS)}")
     return MARKOV_HEADS[name]
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of the chance that a draft is accepted when all before it were; drafts before it may be read too."""
+    """The logit of the probability that a draft is accepted if all before it are."""
 
     def __init__(self, hidden_size: int, rank: int):
         super().__init__()
         self.proj = nn.Linear(hidden_size + rank, 1)
 
     def __call__(self, parts: Sequence[mx.array]) -> mx.array:
-        """``[N]`` from ``[N, E]`` final hidden states and, where the head reads them, ``[N, R]`` token embeddings."""
+        """Logits ``[N]`` from final hidden states ``[N, E]`` and, if the head reads tokens, embeddings ``[N, R]``."""
         return self.proj(mx.concatenate(list(parts), axis=-1))[..., 0]

@@ -1,15 +1,13 @@
 """The multi-token-prediction layer of Qwen3-Next and Qwen3.5 targets as a drafter: ``--drafter mtp``.
 
 Such targets are published with one more layer, ``mtp.*``, which mlx-lm drops when it loads them. From the embedding of
-a token and the target's final hidden state before it, it makes a hidden state that predicts the token after; fed with
-its own drafts and hidden states it goes on. The layer is one of the target's own full-attention layers. Knows the
-published names and the order of the inputs (Qwen3-Next; DeepSeek-V3, arXiv:2412.19437). Must not know verification, or
-how targets are loaded.
+a token and the target's final hidden state before it, the layer computes a hidden state that predicts the next token;
+fed its own drafts and hidden states it continues. Its inner layer is of the target's full-attention kind. Names and
+order of inputs are those of Qwen3-Next (after DeepSeek-V3, arXiv:2412.19437).
 
 Shapes: S rows, a row being a token and the hidden state before it; E hidden size, V vocabulary.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,24 +19,23 @@ from mlx_lm.models.cache import KVCache
 
 from ..core.backend import to_compute_dtype
 from ..core.errors import CheckpointError, IncompatibleModelsError
-from ..core.files import flat, read_json, read_safetensors
-from .checkpoints.quantized import quantize_like
-from .checkpoints.tensors import Weights, check_weights
+from ..core.files import read_json, read_safetensors
+from .checkpoints.tensors import Weights, load_weights
 from .protocol import Proposal
+from .sequential import Choose, SequentialDrafter, Walk
 
 if TYPE_CHECKING:
-    from ..decoding.sampling import DrawingSampler
     from ..target import LoadedTargetModel
 
 NAME = "mtp"
 BLOCK_SIZE = 4
-"""Positions per block. The layer was trained for the next draft; each further one is less often right."""
+"""Positions per block. The layer was trained to predict one draft; later drafts are accepted less often."""
 
 _PREFIX = "mtp."
 
 
 class MTPLayer(nn.Module):
-    """``mtp.*``: two norms, a projection of both inputs to one, a layer of the target's kind, and a norm."""
+    """``mtp.*``: two norms, a projection of the joined inputs, a layer of the target's kind, and a norm."""
 
     def __init__(self, layer: nn.Module, size: int, eps: float):
         super().__init__()
@@ -49,16 +46,16 @@ class MTPLayer(nn.Module):
         self.norm = nn.RMSNorm(size, eps=eps)
 
     def __call__(self, embeddings_1SE: mx.array, hidden_1SE: mx.array, cache: KVCache) -> mx.array:
-        """Hidden states ``[1, S, E]``, for the head and the next draft, from rows that follow those in ``cache``."""
+        """Hidden states ``[1, S, E]``, for the head and the next draft, of the rows after those in ``cache``."""
         both = [self.pre_fc_norm_embedding(embeddings_1SE), self.pre_fc_norm_hidden(hidden_1SE)]
         x_1SE = self.fc(mx.concatenate(both, axis=-1))
         return self.norm(self.layers[0](x_1SE, mask=create_attention_mask(x_1SE, cache), cache=cache))
 
 
 class MTPCache:
-    """Keys and values of the layer's rows, and the hidden state of the last committed token, whose row lacks a token.
+    """Keys and values of the layer's rows, and the hidden state of the last committed token, whose next is unknown.
 
-    Rows ``waiting`` are committed, but not fed yet: they go with the next anchor, in one pass.
+    Rows ``waiting`` are committed but not fed yet: they go in one pass with the next anchor.
     """
 
     def __init__(self) -> None:
@@ -73,13 +70,13 @@ class MTPCache:
         return [self.kv.state if self.kv.offset else [], self.hidden, self.waiting]
 
 
-class MTPDrafter:
+class MTPDrafter(SequentialDrafter):
     """The multi-token-prediction layer in the files of the target.
 
     Follows :class:`~dflash.drafters.protocol.DrawingDrafter`.
 
     Args:
-        block_size: Most positions per block, the anchor included; each draft costs a pass of one layer and the head.
+        block_size: Most positions per block, the anchor included; each draft is one pass of the layer and the head.
     """
 
     def __init__(self, block_size: int = BLOCK_SIZE):
@@ -89,16 +86,15 @@ class MTPDrafter:
     def bind(self, target: "LoadedTargetModel") -> None:
         """Read the layer from the target's files.
 
-        Raises ``IncompatibleModelsError`` for a target without such a layer or one that was not
-        loaded from files, and ``CheckpointError`` for weights that do not fit.
+        Raises ``IncompatibleModelsError`` for a target without such a layer or not loaded from files, and
+        ``CheckpointError`` for weights that do not fit.
         """
         if target.folder is None:
             raise IncompatibleModelsError(
                 "The drafter 'mtp' reads the target's files; load the target by its folder or hub name."
             )
         self.layer = read_mtp_layer(target, target.folder)
-        # What the layer reads is the target's last hidden state after its final norm. The output of the last layer is
-        # the state before it.
+        # The layer reads hidden states after the target's final norm; the last layer's outputs are those before it.
         self.target_layer_ids = (target.num_layers - 1,)
         self._final_norm, self._target = target.adapter.backbone.norm, target
 
@@ -118,45 +114,19 @@ class MTPDrafter:
             self._feed(*_together(cache.waiting), cache)
             cache.waiting = []
 
-    def propose(self, anchor: mx.array, length: int, cache: MTPCache) -> Proposal:
-        """Write up to ``length`` tokens after ``anchor [1, 1]``, the best after each other."""
-        return self._walk(anchor, length, cache, lambda logits_1V: (mx.argmax(logits_1V, axis=-1), None))
-
-    def draw(self, anchor: mx.array, length: int, cache: MTPCache, sampler: "DrawingSampler") -> Proposal:
-        """As :meth:`propose`, but each token is drawn as ``sampler`` says, given those drawn before it."""
-
-        def draw(logits_1V: mx.array) -> tuple[mx.array, mx.array]:
-            log_q_1V = sampler.log_distribution(logits_1V)
-            return mx.random.categorical(log_q_1V), log_q_1V
-
-        return self._walk(anchor, length, cache, draw)
-
-    def _walk(
-        self,
-        anchor: mx.array,
-        length: int,
-        cache: MTPCache,
-        choose: Callable[[mx.array], tuple[mx.array, mx.array | None]],
-    ) -> Proposal:
+    def walk(self, anchor: mx.array, length: int, cache: MTPCache, choose: Choose) -> Proposal:
+        """Draft up to ``length`` tokens after ``anchor [1, 1]``, one pass of the layer each."""
         assert cache.hidden is not None
         row = anchor.astype(mx.int32), cache.hidden
         hidden_11E = self._feed(*_together([*cache.waiting, row]), cache)[:, -1:]
         cache.waiting = []
-        tokens: list[mx.array] = []
-        logits, log_q = [], []
+        walk = Walk(choose)
         for i in range(min(length, self.block_size - 1)):
             if i > 0:
-                hidden_11E = self._feed(tokens[-1][None], hidden_11E, cache)
-            logits.append(self._target.head(hidden_11E)[0])
-            token, of_token = choose(logits[-1])
-            tokens.append(token.astype(mx.int32))
-            log_q += [] if of_token is None else [of_token]
-        cache.kv.trim(len(tokens))  # the anchor and all drafts but the last
-        return Proposal(
-            mx.stack(tokens, axis=1),
-            mx.stack(logits, axis=1),
-            log_q=mx.stack(log_q, axis=1) if log_q else None,
-        )
+                hidden_11E = self._feed(walk.tokens[-1][None], hidden_11E, cache)
+            walk.step(self._target.head(hidden_11E)[0])
+        cache.kv.trim(len(walk.tokens))  # the anchor and all drafts but the last
+        return walk.proposal()
 
     def _feed(self, tokens_1S: mx.array, hidden_1SE: mx.array, cache: MTPCache) -> mx.array:
         return self.layer(self._target.embed(tokens_1S), hidden_1SE, cache.kv)
@@ -171,10 +141,10 @@ def _together(rows: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array
 
 
 def read_mtp_layer(target: "LoadedTargetModel", folder: Path) -> MTPLayer:
-    """The layer ``mtp.*`` in the files of ``target``, in MLX's form.
+    """Read the layer ``mtp.*`` from the files of ``target``.
 
-    Raises ``IncompatibleModelsError`` if there is none, or the target has no full-attention layer
-    of a known kind, and ``CheckpointError`` for weights that do not fit.
+    Raises ``IncompatibleModelsError`` if there is none, or if the target has no full-attention layer of a known kind,
+    and ``CheckpointError`` for weights that do not fit.
     """
     config, stored = read_json(folder / "config.json"), read_safetensors(folder)
     weights = {name.partition(_PREFIX)[2]: w for name, w in stored.items() if f".{_PREFIX}" in f".{name}"}
@@ -185,25 +155,22 @@ def read_mtp_layer(target: "LoadedTargetModel", folder: Path) -> MTPLayer:
         )
     if (config | config.get("text_config", {})).get("mtp_use_dedicated_embeddings"):
         raise CheckpointError(f"{folder}: mtp_use_dedicated_embeddings is not supported; it means other embeddings.")
-    # In the published files of these targets a norm multiplies by 1 + w; mlx-lm adds the 1 as it converts them, which
-    # the recurrent layers' convolutions tell. A conversion may have kept mtp.* as it was: of the layer's own norms,
-    # stored as w, the mean is near 0. (The two norms before `fc` are small in either form.)
+    # In published files of these targets a norm multiplies by 1 + w. mlx-lm's conversion adds the 1, and transposes
+    # the convolutions of recurrent layers, which identifies unconverted files. A conversion may have copied mtp.* as
+    # it was: then the mean of the layer's own norms is near 0. (The two norms before `fc` are small in either form.)
     published = any(name.endswith("conv1d.weight") and w.shape[-1] != 1 for name, w in stored.items())
     own = [w for name, w in weights.items() if w.ndim == 1 and "norm" in name and "pre_fc" not in name]
     if published or (own and float(np.array(mx.concatenate(own).astype(mx.float32)).mean()) < 0.5):
         weights = {name: w + 1 if w.ndim == 1 and "norm" in name else w for name, w in weights.items()}
     model = MTPLayer(_new_layer(target), target.hidden_size, target.adapter.config.rms_norm_eps)
-    weights = _joined_experts(weights)
-    quantize_like(model, config, weights)
-    check_weights(flat(model.parameters()), weights, folder)
-    model.load_weights(list(weights.items()))
+    load_weights(model, _joined_experts(weights), config, folder)
     to_compute_dtype(model)
     mx.eval(model.parameters())
     return model
 
 
 def _new_layer(target: "LoadedTargetModel") -> nn.Module:
-    """A new layer of the kind of the target's first with full attention."""
+    """A new layer of the class of the target's first full-attention layer."""
     index = next((i for i, layer in enumerate(target.adapter.layers) if "self_attn" in layer), None)
     try:
         assert index is not None
@@ -216,7 +183,7 @@ def _new_layer(target: "LoadedTargetModel") -> nn.Module:
 
 
 def _joined_experts(weights: Weights) -> Weights:
-    """``weights`` with the experts of each projection in one array, as mlx-lm keeps them."""
+    """``weights`` with the experts of each projection joined in one array, as in mlx-lm."""
     joined, experts = dict(weights), "layers.0.mlp.experts."
     count = len({name.split(".")[4] for name in weights if name.startswith(experts) and name.split(".")[4].isdigit()})
     for part in ("gate_proj", "up_proj", "down_proj") if count else ():

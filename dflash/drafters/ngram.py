@@ -1,15 +1,12 @@
-"""A drafter that needs no training: what followed the last tokens when they came before.
+"""Prompt lookup decoding (``--drafter ngram``): drafts what followed the latest tokens when they occurred before.
 
-Prompt lookup decoding: text that repeats the prompt or itself (an edited file, a quotation, a table) is drafted by
-copying; ``--drafter ngram`` chooses it. Three things beyond the usual lookup, with what they did to the acceptance
-length when twelve files were written again with one name changed (single bytes as tokens; words in brackets):
+It needs no training. Output that repeats the prompt or itself (an edited file, a quotation, a table) is drafted by
+copying. Three things go beyond the usual lookup:
 
-- The place with the longest agreement is copied, not the latest one: 8.1 to 13.1 (11.0 to 13.1).
-- Copying resumes where it was left for an edit: 13.1 to 14.9 (13.1 to 13.4), of at most 16.
-- No more is drafted than twice what agrees, because a short agreement is weak evidence: the same acceptance for fewer
-  drafts, where text repeats little a quarter fewer passes' worth of time (SuffixDecoding, arXiv:2411.04975).
-
-Knows token ids. Must not know any model.
+- The occurrence with the longest match is copied, not the latest one.
+- After an edit, copying resumes where it stopped.
+- At most twice the length of the match is drafted, since a short match is weak evidence (SuffixDecoding,
+  arXiv:2411.04975).
 """
 
 from bisect import bisect
@@ -26,21 +23,21 @@ if TYPE_CHECKING:
     from ..target import LoadedTargetModel
 
 NAME = "ngram"
-"""What ``load_drafter`` and ``--drafter`` call it."""
+"""The drafter's name in ``load_drafter`` and ``--drafter``."""
 
 SIZES = (5, 2)
-"""Tokens that must agree for a place to be looked at, the anchor included; the longest that occurred counts."""
+"""Lengths of the indexed n-grams, the anchor included; the longest that occurred before is looked up."""
 
-COMPARED = 32  # of an n-gram that are compared
-LONGEST = 32  # tokens of an agreement that are counted
-WAKING = 12  # tokens that must agree before a policy that lets the drafter sleep is told to wake it
+COMPARED = 32  # occurrences of an n-gram that are compared
+LONGEST = 32  # a longer match is cut off at this many tokens
+RESUMING = 12  # a match of this many tokens ends a fallback to plain decoding
 
 
 class NgramCache:
-    """The tokens so far with, for each size, where every n-gram ended; a token costs one entry a size.
+    """The tokens so far and an index: for each size, the positions where every n-gram ended.
 
-    ``expected`` is the position after the anchor's if the text still followed what was copied last. While the drafter
-    sleeps, ``ahead`` counts the tokens that were read before they became context.
+    ``expected`` is where the last copy would continue. ``ahead`` counts indexed tokens that are not context yet, during
+    a fallback to plain decoding.
     """
 
     def __init__(self, sizes: tuple[int, ...] = SIZES):
@@ -55,18 +52,18 @@ class NgramCache:
         return len(self.tokens) - self.ahead
 
     def extend(self, tokens: list[int]) -> None:
-        """Append committed tokens, those that were read ahead once only."""
+        """Append committed tokens; those read ahead are indexed already."""
         known, self.ahead = self.ahead, 0
         self._index(tokens[known:])
 
     def read_ahead(self, text: Sequence[int]) -> None:
-        """Index the committed tokens of the whole ``text``, whose last one is the anchor, before they are context."""
+        """Index all of ``text`` but the anchor, its last token, before it becomes context."""
         new = list(text[len(self.tokens) : -1])
         self.ahead += len(new)
         self._index(new)
 
     def _index(self, tokens: list[int]) -> None:
-        """An n-gram is indexed when a token follows it: before, there is nothing to copy."""
+        """Append tokens. An n-gram is indexed once a token follows it: before, there is nothing to copy."""
         text = self.tokens
         for token in tokens:
             end = len(text)
@@ -77,13 +74,13 @@ class NgramCache:
         self.expected += len(tokens)
 
     def continuation(self, anchor: int, length: int) -> list[int]:
-        """Up to ``length`` tokens that followed where the text best agrees with its end and ``anchor``; maybe none."""
+        """Up to ``length`` tokens (maybe none) that followed the best match of the text's end and ``anchor``."""
         return self.copy(*self.best_place(anchor), anchor, length)
 
     def copy(self, end: int, agreement: int, anchor: int, length: int) -> list[int]:
-        """Up to ``length`` tokens from ``end`` on, no more than twice what agrees there.
+        """Up to ``length`` tokens from position ``end`` on, at most twice the match's length ``agreement``.
 
-        A copy that reaches the end of the text goes on with what it has copied: a repetition stays one.
+        A copy that reaches the end of the text continues with what it has copied, so that a repetition goes on.
         """
         if not agreement:
             return []
@@ -95,9 +92,9 @@ class NgramCache:
         return [copied[i % len(copied)] for i in range(length)]
 
     def best_place(self, anchor: int) -> tuple[int, int]:
-        """The position after the earlier anchor with the longest agreement, and that in tokens; ``(0, 0)`` for none.
+        """The position after the longest match, and the match's length in tokens; ``(0, 0)`` if there is none.
 
-        Of positions that agree equally, the nearest to where the last copy would go on.
+        Of equally long matches, the nearest to where the last copy would continue.
         """
         best, agreement = self.expected, self._agreement(self.expected, 0, anchor)
         if agreement < self.sizes[-1]:
@@ -116,14 +113,14 @@ class NgramCache:
         return best, agreement
 
     def _nearest_and_latest(self, positions: list[int]) -> list[int]:
-        """Some of many positions: those around where the last copy would go on, and the latest."""
+        """At most ``COMPARED`` positions: those around where the last copy would continue, and the latest."""
         if len(positions) <= COMPARED:
             return positions
         near = bisect(positions, self.expected)
         return positions[max(near - COMPARED // 4, 0) : near + COMPARED // 4] + positions[-COMPARED // 2 :]
 
     def _agreement(self, end: int, known: int, anchor: int) -> int:
-        """Tokens before ``end`` that equal the end of the text and ``anchor``; of the last ``known`` this is known."""
+        """How many tokens before ``end`` equal the end of the text and ``anchor``; the last ``known`` are known to."""
         text, held = self.tokens, len(self.tokens)
         if not known and not (0 < end < held and text[end - 1] == anchor):
             return 0
@@ -133,18 +130,18 @@ class NgramCache:
         return agrees
 
     def _detour(self, end: int) -> int:
-        """Tokens between ``end`` and where the last copy would go on."""
+        """Distance in tokens between ``end`` and where the last copy would continue."""
         return abs(end - self.expected)
 
 
 class NgramDrafter:
-    """Looks up what to copy from the text so far, in some microseconds a block.
+    """Drafts by copying from the text so far.
 
-    Follows :class:`~dflash.drafters.protocol.Drafter`.
+    Follows :class:`~dflash.drafters.protocol.WakingDrafter`.
 
     Args:
         block_size: Most positions per block, the anchor included.
-        sizes: Tokens that must agree for a place to be looked at, the anchor included; longer ones are looked up first.
+        sizes: Lengths of the n-grams that are looked up, the anchor included; longer ones first.
 
     Raises ``GenerationError`` for sizes below 1.
     """
@@ -157,7 +154,7 @@ class NgramDrafter:
         self.block_size, self.sizes = block_size, tuple(sizes)
 
     def bind(self, target: "LoadedTargetModel") -> None:
-        """Every target fits: tokens are copied from its own text."""
+        """Nothing to check: tokens are copied from the target's own text."""
 
     def make_cache(self) -> NgramCache:
         """An empty index."""
@@ -168,11 +165,11 @@ class NgramDrafter:
         cache.extend(cast(list[list[int]], tokens.tolist())[0])
 
     def wakes(self, text: Sequence[int], cache: NgramCache) -> bool:
-        """Whether so much agrees with the end of ``text`` that a copy is worth an end of the drafter's sleep."""
+        """Whether the match at the end of ``text`` is long enough to resume drafting."""
         cache.read_ahead(text)
-        return cache.best_place(text[-1])[1] >= WAKING
+        return cache.best_place(text[-1])[1] >= RESUMING
 
     def propose(self, anchor: mx.array, length: int, cache: NgramCache) -> Proposal:
-        """At most ``length`` tokens, none where nothing agrees, so that the target writes plainly."""
+        """At most ``length`` copied tokens; none without a match."""
         found = cache.continuation(cast(int, anchor.item()), length)
         return Proposal(mx.array([found], dtype=mx.int32).reshape(1, len(found)))

@@ -1,6 +1,6 @@
-"""What the decode loop asks of a drafter, so that any drafter plugs into the same loop.
+"""The drafter protocol: what the decode loop asks of a drafter, and what a drafter returns.
 
-Knows shapes only. Must not know how drafts are made.
+Shapes: n drafts, V vocabulary, K candidates, S committed tokens, F feature size.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter proposes, greedily or drawn.
+    """The drafts of one block, greedy or sampled.
 
     Args:
         tokens: Drafts ``[1, n]``, integers.
-        logits: Where the drafter has them: ``[1, n, V]``, or ``[1, n, K]`` of the ids in ``candidates``.
+        logits: ``[1, n, V]``, or ``[1, n, K]`` for the ids in ``candidates``; ``None`` if the drafter has none.
         candidates: ``[1, n, K]`` token ids that ``logits`` and ``log_q`` belong to; ``None``: all ``V`` in order.
-        log_q: Log-probabilities, shaped like ``logits``, of the distribution that each token was drawn from, given
-            the drafts before it; ``None`` where the tokens are the drafter's best.
-        confidence: ``[1, n]`` chance that each draft is accepted if all before it are, from a head of its own;
-            ``None``: the softmax of ``logits`` at the token. Where drafts were drawn, it must not depend on what was
-            drawn, and ``None`` is no confidence: a policy that prefers some draws changes what the text is drawn from.
-        source: Which of several drafters made it, where one drafter is made of several.
-        parents: Where the drafts are a tree, the draft that each follows, which stands before it, or -1 for the
+        log_q: Log-probabilities, shaped like ``logits``, of the distribution that each token was sampled from, given
+            the drafts before it; ``None`` for greedy drafts.
+        confidence: ``[1, n]`` probability that each draft is accepted if all before it are, from a head of its own;
+            ``None``: the softmax of ``logits`` at the token. For sampled drafts it must not depend on the samples, and
+            ``None`` means no confidence: a policy that preferred some samples would change the output distribution.
+        source: Name of the drafter that made the block, if several are combined.
+        parents: For a tree, the index of the draft that each draft follows, always a smaller one, or -1 for the
             anchor; ``None``: each follows the one before it.
     """
 
@@ -45,7 +45,7 @@ class Proposal:
 
     @property
     def lineage(self) -> list[int]:
-        """The draft that each follows, -1 for the anchor, of a chain too."""
+        """The parent of each draft, -1 for the anchor; a chain's are filled in."""
         return chain(self.tokens.shape[1]) if self.parents is None else self.parents
 
     def first(self, count: int) -> "Proposal":
@@ -56,7 +56,7 @@ class Proposal:
         return replace(self, parents=parents, **{name: array[:, :count] for name, array in held.items()})
 
     def acceptance_chances(self) -> mx.array | None:
-        """What the drafter thinks of each draft ``[n]``, in float32; ``None`` where it does not say, or may not."""
+        """The drafter's acceptance probability of each draft ``[n]`` in float32; ``None`` if there is none to use."""
         if self.confidence is not None:
             return self.confidence[0].astype(mx.float32)
         if self.logits is None or self.log_q is not None:
@@ -72,12 +72,11 @@ class Proposal:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything that proposes tokens: a block-diffusion model, n-gram lookup, a scripted one in tests.
+    """Anything that proposes tokens: a block-diffusion model, n-gram lookup, a script in a test.
 
-    ``block_size`` is at least 1 and counts the anchor, so at most ``block_size - 1`` tokens are asked for. A decoder
-    uses the drafter's own block size unless it is told a smaller one. ``target_layer_ids`` may be empty; features
-    then have a last axis of size 0. What :func:`~dflash.drafters.checks.check_drafter` says of an object without
-    these parts is one line.
+    ``block_size`` is at least 1 and counts the anchor, so at most ``block_size - 1`` drafts are requested. A decoder
+    uses the drafter's own block size unless a smaller one is set. If ``target_layer_ids`` is empty, features have a
+    last axis of size 0. :func:`~dflash.drafters.checks.check_drafter` reports the parts that an object lacks.
     """
 
     @property
@@ -89,40 +88,50 @@ class Drafter(Protocol):
         """Target layers whose outputs are the features, 0-based."""
 
     def bind(self, target: "LoadedTargetModel") -> None:
-        """Check that the target fits and take what is shared with it (embedding, head)."""
+        """Check that the target fits, and keep what the drafter shares with it (embedding, head).
+
+        Raises ``IncompatibleModelsError`` if it does not fit.
+        """
 
     def make_cache(self) -> Any:
-        """A new, empty context cache; its ``offset`` counts the context tokens that it holds.
+        """A new, empty context cache; its ``offset`` counts the context tokens in it.
 
-        If it has a ``state`` (arrays), prefill evaluates it chunk by chunk, so that features can be dropped.
+        If it has a ``state`` (arrays), prefill evaluates it after each chunk, so that features can be freed.
         """
 
     def extend_context(self, features: mx.array, cache: Any, tokens: mx.array) -> None:
         """Append newly committed ``tokens [1, S]`` with their ``features [1, S, F]``, in order."""
 
     def propose(self, anchor: mx.array, length: int, cache: Any) -> Proposal:
-        """Draft up to ``length >= 1`` tokens to follow ``anchor [1, 1]``, the token at ``cache.offset``.
+        """Draft up to ``length >= 1`` tokens after ``anchor [1, 1]``, the token at position ``cache.offset``.
 
-        Fewer are welcome, none too: ``Proposal(mx.zeros((1, 0), mx.int32))``. The target then verifies fewer
-        positions, or writes one token plainly, as when an n-gram drafter finds no match. Ids are those of the
-        target's vocabulary. The cache must hold afterwards what it held before.
+        Fewer are allowed, also none: ``Proposal(mx.zeros((1, 0), mx.int32))``, as when an n-gram drafter finds no
+        match; the target then verifies fewer positions, or decodes one token plainly. Ids are the target's. The
+        committed context in the cache must stay the same.
         """
 
 
 @runtime_checkable
 class WakingDrafter(Drafter, Protocol):
-    """A drafter that sees cheaply, without features, where drafting pays: asked while a policy lets it sleep."""
+    """A drafter with the optional method ``wakes``: it can end a fallback to plain decoding early.
+
+    While a policy decodes plainly, the loop calls ``wakes`` before each step. It must be cheap: it gets token ids, no
+    features.
+    """
 
     def wakes(self, text: Sequence[int], cache: Any) -> bool:
-        """Whether to end the sleep, after the committed ``text``; ``cache`` lags behind, and its context stays."""
+        """Whether to resume drafting after the committed tokens ``text``.
+
+        The newest tokens of ``text`` are not in ``cache`` yet; its context must stay the same.
+        """
 
 
 @runtime_checkable
 class DrawingDrafter(Drafter, Protocol):
-    """A drafter whose drafts depend on the drafts before them, so that only it can draw them.
+    """A drafter whose drafts depend on the drafts before them, so that only the drafter itself can sample them.
 
-    Any other drafter's positions are independent given the block; whoever wants draws takes them from its logits.
+    Any other drafter's positions are independent given the block, and can be sampled from its logits.
     """
 
     def draw(self, anchor: mx.array, length: int, cache: Any, sampler: "DrawingSampler") -> Proposal:
-        """As :meth:`Drafter.propose`, each token drawn as ``sampler`` says; :attr:`Proposal.log_q` tells from what."""
+        """As :meth:`Drafter.propose`, with tokens sampled by ``sampler`` and their distributions in ``log_q``."""

@@ -1,7 +1,6 @@
-"""Rotary positions of a drafter, by every recipe that published configs name.
+"""Rotary position embeddings of a drafter, by every recipe that published configs name.
 
-Knows the recipes as the transformers library (version 5) computes them, since that is what drafters are trained with.
-Must not know configs, attention or caches.
+Recipes are computed as in the transformers library (version 5), with which drafters are trained.
 
 Sources: RoPE (arXiv:2104.09864), linear and dynamic NTK scaling as in transformers, YaRN (arXiv:2309.00071), LongRoPE
 (arXiv:2402.13753), Llama 3.1's frequency bands, Gemma's proportional rotation.
@@ -21,26 +20,26 @@ Parameters = Mapping[str, Any]
 
 
 def rope_type(parameters: Parameters) -> str:
-    """The recipe that ``parameters`` name; ``"default"`` where they name none."""
+    """The recipe that ``parameters`` name; ``"default"`` if they name none."""
     return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
 def build_rope(head_dim: int, parameters: Parameters, max_positions: int, traditional: bool = False) -> nn.Module:
-    """A module that rotates ``[.., L, head_dim]`` at positions ``offset ..`` (one offset, or one a row).
+    """A module that rotates ``[.., L, head_dim]`` at positions ``offset ..`` (one offset, or one per row).
 
     Args:
         head_dim: Size of a head.
         parameters: The recipe; ``rope_theta`` is required.
-        max_positions: Stands for an ``original_max_position_embeddings`` that is not given.
-        traditional: Pairs are neighbours instead of halves (``rope_is_neox_style: false``).
+        max_positions: The default of ``original_max_position_embeddings``.
+        traditional: Rotate adjacent pairs instead of halves (``rope_is_neox_style: false``).
 
-    Raises ``CheckpointError`` for an unknown recipe, or one that lacks a number.
+    Raises ``CheckpointError`` for an unknown recipe, and for a missing or impossible number.
     """
     kind = rope_type(parameters)
     if kind not in _RECIPES:
         raise CheckpointError(f"config.json: rope_type {kind!r} is not supported; {did_you_mean(kind, _RECIPES)}")
     if head_dim % 2:
-        raise CheckpointError(f"head_dim {head_dim} is odd; rotary positions turn pairs of numbers.")
+        raise CheckpointError(f"head_dim {head_dim} is odd; rotary positions rotate pairs of numbers.")
     try:
         return _RECIPES[kind](head_dim, parameters, max_positions, traditional)
     except KeyError as error:
@@ -50,7 +49,7 @@ def build_rope(head_dim: int, parameters: Parameters, max_positions: int, tradit
 
 
 class Rope(nn.Module):
-    """Rotates each pair once in ``2 pi * freqs`` positions, and multiplies what it rotates by ``scale``."""
+    """Rotates each pair once in ``2 pi * freqs`` positions, and multiplies it by ``scale``."""
 
     def __init__(self, dims: int, freqs: mx.array, scale: float, traditional: bool):
         super().__init__()
@@ -65,7 +64,7 @@ class Rope(nn.Module):
         )
 
     def freqs(self, length: int | mx.array) -> mx.array:
-        """The wavelengths for sequences of ``length`` tokens (one number, or one a row: the longest counts)."""
+        """The wavelengths for sequences of ``length`` tokens (one number, or one per row: the longest counts)."""
         return self._freqs
 
 
@@ -84,7 +83,7 @@ class DynamicRope(Rope):
 
 
 class LongRope(Rope):
-    """Two sets of wavelengths: one up to the length of pretraining, one for longer sequences."""
+    """Two sets of wavelengths: one up to the pretraining length, one for longer sequences."""
 
     def __init__(self, dims: int, short: mx.array, long: mx.array, limit: int, scale: float, traditional: bool):
         super().__init__(dims, short, scale, traditional)
@@ -122,7 +121,7 @@ def _original(parameters: Parameters, max_positions: int) -> float:
 
 
 def _default(head_dim: int, parameters: Parameters, max_positions: int, traditional: bool) -> nn.Module:
-    # As in Qwen3, whose attention drafters have: a partial_rotary_factor, copied from the target, is not read.
+    # As in Qwen3, whose attention drafters have: a partial_rotary_factor, copied from the target, is ignored.
     return nn.RoPE(head_dim, traditional=traditional, base=_number(parameters, "rope_theta"))
 
 
@@ -143,7 +142,7 @@ def _llama3(head_dim: int, parameters: Parameters, max_positions: int, tradition
         raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
 
     def stretched(wavelength: float) -> float:
-        turns = original / (2 * math.pi * wavelength)  # within the length of pretraining
+        turns = original / (2 * math.pi * wavelength)  # within the pretraining length
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
         return wavelength / ((1 - smooth) / factor + smooth)
 
@@ -158,7 +157,7 @@ def _yarn(head_dim: int, parameters: Parameters, max_positions: int, traditional
     dims = _whole(head_dim, parameters)
 
     def pair_of(turns: float) -> float:
-        """The pair (a fraction, too) that turns so often within the length of pretraining."""
+        """The (fractional) index of the pair that makes so many ``turns`` within the pretraining length."""
         return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(_number(parameters, "beta_fast", 32.0)), pair_of(_number(parameters, "beta_slow", 1.0))
@@ -173,7 +172,7 @@ def _yarn(head_dim: int, parameters: Parameters, max_positions: int, traditional
 
 
 def _yarn_scale(parameters: Parameters, factor: float) -> float:
-    """What queries and keys are multiplied by, so that attention stays sharp over stretched positions."""
+    """The factor on queries and keys that keeps attention sharp over stretched positions."""
     if parameters.get("attention_factor") is not None:
         return _number(parameters, "attention_factor")
 
@@ -200,13 +199,13 @@ def _longrope(head_dim: int, parameters: Parameters, max_positions: int, traditi
 def _proportional(head_dim: int, parameters: Parameters, max_positions: int, traditional: bool) -> nn.Module:
     turned = int(_number(parameters, "partial_rotary_factor", 1.0) * head_dim // 2)
     factor, plain = _number(parameters, "factor", 1.0), _wavelengths(head_dim, _number(parameters, "rope_theta"))
-    freqs = [wave * factor if i < turned else math.inf for i, wave in enumerate(plain)]  # infinitely long: never turned
+    freqs = [wave * factor if i < turned else math.inf for i, wave in enumerate(plain)]  # infinite: never rotated
     return Rope(head_dim, mx.array(freqs), 1.0, traditional)
 
 
 _RECIPES: dict[str, Callable[[int, Parameters, int, bool], nn.Module]] = {
     "default": _default,
-    "mrope": _default,  # its sections tell apart axes of images; the positions of text are equal on all of them
+    "mrope": _default,  # its sections are the axes of images; text has the same position on all of them
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

@@ -1,8 +1,6 @@
 """What training asks of a drafter kind beyond its forward pass; the defaults are those of DFlash.
 
-Knows arrays. Must not know models, batches or objectives.
-
-Shapes: T predictions, E hidden size, V vocabulary: for a drafter that knows a part of the target's, that part.
+Shapes: T predictions, E hidden size, V drafted vocabulary.
 """
 
 from dataclasses import dataclass
@@ -13,16 +11,16 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Predictions:
-    """``T`` predictions of whole blocks, in float32: those of a block stand in a row, from its first position on.
+    """``T`` predictions of whole blocks, in float32; a block's predictions are consecutive, from its first position.
 
-    ``logits_TV`` are the drafter's and ``tokens_T`` the tokens that the target wrote. ``positions_T`` is each
-    prediction's position in its block, from 1 on. ``target_logits_TV``, the target's own logits for the same
-    tokens, is there where an objective or a kind of drafter asks for it.
+    ``logits_TV`` are the drafter's and ``tokens_T`` the target's tokens. ``positions_T`` is each prediction's position
+    in its block, starting at 1. ``target_logits_TV`` are the target's own logits, if an objective or a drafter kind
+    needs them.
 
-    For a drafter that knows a part of the vocabulary, ``V`` is that part, in its own ids: ``target_logits_TV`` are the
-    target's logits of these tokens, whose softmax is the target's distribution restricted to them and renormalised.
-    ``known_T`` is then whether the drafter knows the token that the target wrote. Where it does not, ``tokens_T`` is 0
-    and means nothing: the prediction cannot be right, and its loss does not count.
+    With a reduced vocabulary, ``V`` is the drafted part in the drafter's own ids, and the softmax of
+    ``target_logits_TV`` is the target's distribution restricted to it and renormalised. ``known_T`` is then whether
+    the drafter knows the target's token. If not, ``tokens_T`` is a meaningless 0: the prediction cannot be right, and
+    its loss does not count.
     """
 
     logits_TV: mx.array
@@ -33,15 +31,14 @@ class Predictions:
 
 
 class Trainable:
-    """A base of drafter kinds; a kind overrides what differs for it.
+    """The base of trainable drafter kinds; a kind overrides what differs.
 
-    ``usual_options`` are the values of the kind's own keys in a new drafter whose recipe does not name them.
-    ``added_modules`` are modules that DFlash does not have, by a part of their names. They start as their classes make
-    them, in a new drafter and in one that starts from a DFlash checkpoint. ``head_modules``, by the names of the
-    model's own attributes, are those that work on final hidden states, in the methods below: training calls these for
-    a chunk of predictions at a time, and only there do the head modules get gradients. ``measures`` name what
-    :meth:`hits` counts. Where a drafter knows a part of the vocabulary, logits have the columns that it knows, and
-    ``previous_T`` are the target's ids all the same.
+    ``usual_options`` are the kind's own keys in a new drafter, unless its recipe sets them. ``added_modules`` are parts
+    of the names of modules that DFlash does not have; they keep their own initialisation, also in a drafter that
+    starts from a DFlash checkpoint. ``head_modules`` are the attributes that work on final hidden states: training
+    calls the methods below for a chunk of predictions at a time, and only there do these modules get gradients.
+    ``measures`` names what :meth:`hits` counts. With a reduced vocabulary, logits have the drafted columns, but
+    ``previous_T`` are still the target's ids.
     """
 
     usual_options: ClassVar[dict[str, Any]] = {}
@@ -51,7 +48,7 @@ class Trainable:
 
     @property
     def needs_target_logits(self) -> bool:
-        """Whether the losses that this kind adds compare with the target's own logits."""
+        """Whether the auxiliary losses of this kind read the target's own logits."""
         return False
 
     def head(self, hidden_TE: mx.array) -> mx.array:
@@ -59,20 +56,17 @@ class Trainable:
         raise NotImplementedError
 
     def taught_logits(self, hidden_TE: mx.array, previous_T: mx.array, positions_T: mx.array) -> mx.array:
-        """Logits ``[T, V]`` where the true token before each prediction is ``previous_T`` (the anchor, for the first).
+        """Logits ``[T, V]`` given the true token before each prediction, ``previous_T`` (the anchor, for the first).
 
-        Predictions come as whole blocks, as in :class:`Predictions`.
+        Predictions are whole blocks, as in :class:`Predictions`.
         """
         return self.head(hidden_TE)
 
     def auxiliary_losses(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> mx.array | None:
-        """Losses ``[T]`` that this kind adds to the objective's; ``None``: it adds none."""
+        """Losses ``[T]`` that this kind adds to the objective's, or ``None``."""
         return None
 
     def hits(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> dict[str, mx.array]:
-        """What evaluations count, by the names in ``measures``: booleans ``[T]``.
-
-        ``accuracy`` is whether the token that would be drafted is the target's.
-        """
+        """Booleans ``[T]`` by the names in ``measures``; ``accuracy``: whether the drafted token is the target's."""
         right_T = mx.argmax(predictions.logits_TV, axis=-1) == predictions.tokens_T
         return {"accuracy": right_T if predictions.known_T is None else right_T & predictions.known_T}

@@ -1,12 +1,10 @@
 """A drafter that proposes a tree in place of a chain: the likeliest paths through another drafter's block.
 
-``tree=N`` of a request. The other drafter drafts its block as ever; of the likeliest tokens of each position the
-best-first tree of ``N`` drafts is grown (``core/trees.py``) and verified in one pass of the target. Where a drafter
-drafts left to right, as one with a selector or a Markov head, its probabilities are those of the path that it took:
-branches get them too, which costs acceptance and changes no text. A drafter without logits, such as an n-gram one,
-keeps its chain.
-
-Knows the protocol. Must not know what kind of drafter the other one is, or how a tree is verified.
+The option ``tree=N`` of a request. The other drafter fills its block as usual. From the likeliest tokens of each
+position the best-first tree of ``N`` drafts is grown (``core/trees.py``) and verified in one pass of the target. A
+drafter that chooses tokens from left to right, by a selector or a Markov head, gives probabilities along the path it
+chose; branches use them too, which costs acceptance but not exactness. A drafter without logits, such as an n-gram
+drafter, keeps its chain.
 
 Shapes: D depths, K candidates at each, V vocabulary, N nodes.
 """
@@ -26,10 +24,10 @@ SOURCE = "tree"
 
 
 class TreeDrafter:
-    """Follows :class:`~dflash.drafters.protocol.Drafter` as ``drafter`` does, which it asks for everything else.
+    """Wraps a drafter; follows :class:`~dflash.drafters.protocol.Drafter` by delegation.
 
     Args:
-        drafter: Whose blocks they are.
+        drafter: The drafter that fills the blocks.
         nodes: Drafts of a tree, at least 1; a policy may verify fewer.
     """
 
@@ -37,7 +35,7 @@ class TreeDrafter:
         self._drafter, self._nodes = drafter, nodes
 
     def propose(self, anchor: mx.array, length: int, cache: Any) -> Proposal:
-        """The best tree of the block's ``length`` positions; the host waits once for its likeliest tokens."""
+        """The best tree over the block's ``length`` positions. Synchronises once, for their likeliest tokens."""
         block = self._drafter.propose(anchor, length, cache)
         if not isinstance(block, Proposal) or block.logits is None or block.tokens.size == 0:
             return block
@@ -58,7 +56,7 @@ class TreeDrafter:
 
 
 def likeliest(block: Proposal, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probabilities ``[D, K]`` of the likeliest tokens of each position, the best first, on the host."""
+    """Ids and log-probabilities ``[D, K]`` of the likeliest tokens of each position, best first, on the host."""
     assert block.logits is not None
     scores_DV = block.logits[0].astype(mx.float32)
     width = min(width, scores_DV.shape[-1])

@@ -21,7 +21,7 @@ from dflash.cli import loading
 from dflash.decoding.block import Decoding
 from dflash.decoding.loop import decode, prefill
 from dflash.drafters.combined import Chance, CombinedDrafter
-from dflash.drafters.ngram import WAKING, NgramDrafter
+from dflash.drafters.ngram import RESUMING, NgramDrafter
 from dflash.generate import PAIR
 from dflash.policies.base import Policy
 from dflash.target.compare import assert_close
@@ -149,7 +149,7 @@ def test_a_copy_wakes_a_drafter_that_sleeps(drafter):
     blocks, state = written(prompt, answer, drafter, policy)
     assert policy.woken >= 1
     asked = [i for i, block in enumerate(blocks) if not block.asleep]
-    begins = 1 + len(FRESH) + WAKING
+    begins = 1 + len(FRESH) + RESUMING
     assert asked[0] in (begins, begins + 1), "as soon as so many tokens agree; one pass was under way"
     assert blocks[asked[0]].accepted >= 10
     index = getattr(state.draft_cache, "copies", state.draft_cache)

@@ -133,7 +133,7 @@ def test_a_block_leaves_no_trace():
     layer, rows = LayerContext(4), mx.arange(24.0).reshape(1, 1, 12, 2)
     layer.append(rows[..., :4, :], rows[..., :4, :])
     for _ in range(SPARE):
-        keys, _ = layer.beside(-rows[..., :3, :], -rows[..., :3, :])
+        keys, _ = layer.with_block(-rows[..., :3, :], -rows[..., :3, :])
         assert keys.tolist() == mx.concatenate([rows[..., :4, :], -rows[..., :3, :]], axis=2).tolist()
     layer.append(rows[..., 4:5, :], rows[..., 4:5, :])
     assert (layer.offset, layer.held) == (5, 4)

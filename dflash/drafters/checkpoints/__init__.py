@@ -1,1 +1,1 @@
-"""Drafters' files, ours and those of others: configs, weights, packagings, quantisation, partial vocabularies."""
+"""Files of drafters, ours and published ones: configs, weights, packagings, quantisation, vocabularies."""

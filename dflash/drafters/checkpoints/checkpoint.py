@@ -1,7 +1,4 @@
-"""Drafter checkpoints, read in every published packaging and written in z-lab's.
-
-Knows the order of the steps: config, model, quantised layers, weights. Must not know targets or decoding.
-"""
+"""Drafter checkpoints, read in every published packaging and written in z-lab's."""
 
 from pathlib import Path
 from typing import Any
@@ -20,31 +17,31 @@ from ..mtp import NAME as MTP
 from ..mtp import MTPDrafter
 from ..ngram import NAME as NGRAM
 from ..ngram import NgramDrafter
-from .quantized import description, quantize_drafter, quantize_like
-from .tensors import HEAD, Weights, check_weights, published_weights, reduced_vocabulary, vocabulary_tables
+from .quantized import description, quantize_drafter
+from .tensors import HEAD, Weights, load_weights, published_weights, reduced_vocabulary, vocabulary_tables
 
 
 def load_drafter(path_or_hub_name: str | Path, bits: int | None = None, window: int | None = None) -> Any:
     """Load a drafter from a folder or a hub name: a ``DFlashDraftModel``, or the kind that its config names.
 
     Args:
-        path_or_hub_name: The checkpoint, ``"ngram"``, ``"mtp"``, or ``"ngram+"`` and a checkpoint.
-        bits: Quantise the linear layers of a DFlash drafter to so many bits a number, in groups of 64
+        path_or_hub_name: A checkpoint, ``"ngram"``, ``"mtp"``, or ``"ngram+NAME"``.
+        bits: Quantise the linear layers of a DFlash drafter to this many bits per weight, in groups of 64
             (:func:`~dflash.drafters.checkpoints.quantized.quantize_drafter`); head and embedding are the target's.
-        window: Newest context tokens that full attention of a DFlash drafter sees
+        window: How many of the newest context tokens full attention of a DFlash drafter sees
             (:meth:`~dflash.drafters.dflash.DFlashDraftModel.limit_context`).
 
-    The name ``"mtp"`` is the layer ``mtp.*`` in the target's own files (:class:`~dflash.drafters.mtp.MTPDrafter`).
-    The name ``"ngram"`` needs no files: an :class:`~dflash.drafters.ngram.NgramDrafter` (write ``./ngram`` for a folder
-    of that name), and ``"ngram+NAME"`` combines it with the drafter of that name
+    ``"mtp"`` is the layer ``mtp.*`` in the target's own files (:class:`~dflash.drafters.mtp.MTPDrafter`).
+    ``"ngram"`` needs no files: an :class:`~dflash.drafters.ngram.NgramDrafter` (write ``./ngram`` for a folder of that
+    name). ``"ngram+NAME"`` combines it with the drafter ``NAME``
     (:class:`~dflash.drafters.combined.CombinedDrafter`). A whole language model becomes an
     :class:`~dflash.drafters.autoregressive.AutoregressiveDrafter`. Every packaging of :mod:`.formats` and
-    :mod:`.tensors` is read, quantised or not. On the CPU it computes in float32; elsewhere float16 becomes bfloat16,
-    since the target's features overflow it.
+    :mod:`.tensors` is read, quantised or not. Drafters compute in float32 on the CPU; elsewhere float16 weights become
+    bfloat16, since the target's features overflow float16.
 
-    Raises ``CheckpointError`` for missing or damaged files, what is not supported (by name), and
-    weights that are missing, left over, of the wrong shape or type, or not finite; and
-    ``DFlashError`` for ``bits`` or a ``window`` that the drafter cannot have.
+    Raises ``CheckpointError`` for missing or damaged files, for unsupported ones (by name), and for weights that are
+    missing, unknown, of the wrong shape or type, or not finite; ``DFlashError`` for ``bits`` or a ``window`` that the
+    drafter cannot have.
     """
     name = str(path_or_hub_name)
     if name.startswith(COMBINED):
@@ -62,7 +59,7 @@ def load_drafter(path_or_hub_name: str | Path, bits: int | None = None, window: 
 
 
 def _load(path_or_hub_name: str | Path) -> Any:
-    """The drafter as its files have it."""
+    """The drafter as stored in its files."""
     if path_or_hub_name == NGRAM:
         return NgramDrafter()
     if path_or_hub_name == MTP:
@@ -83,22 +80,20 @@ def _load(path_or_hub_name: str | Path) -> Any:
         model.reduce_vocabulary(ids, own_head=any(name.startswith(HEAD) for name in weights))
     if own_tables:
         model.keep_tables({name.partition(".")[0] for name in weights})
-    quantize_like(model, values, weights)
-    check_weights(flat(model.parameters()), weights, path)
-    model.load_weights(list(weights.items()))
+    load_weights(model, weights, values, path)
     _to_wide_dtype(model)
     mx.eval(model.parameters())
     return model
 
 
 def save_drafter(model: Any, path: str | Path, dtype: mx.Dtype = mx.bfloat16) -> None:
-    """Write ``model`` to the folder ``path`` in the published format, each file whole or not at all.
+    """Write ``model`` to the folder ``path`` in the published format; each file is written whole or not at all.
 
-    Weights are written in ``dtype``. Quantised layers are written as they are, so that what is loaded again drafts the
-    same; ``config.json`` then holds their ``quantization``.
+    Weights are written in ``dtype``, quantised layers without loss; ``config.json`` then describes their
+    ``quantization``.
 
-    Raises ``CheckpointError`` for a class that is not registered
-    (:func:`~dflash.register_drafter`), ``OSError`` if the folder cannot be written to or the disk is full.
+    Raises ``CheckpointError`` if the class is not registered (:func:`~dflash.register_drafter`), ``OSError`` if the
+    folder cannot be written to or the disk is full.
     """
     path, config = Path(path), config_of(model) | {"dtype": str(dtype).removeprefix("mlx.core.")}
     quantization = description(model)
@@ -113,7 +108,7 @@ def save_drafter(model: Any, path: str | Path, dtype: mx.Dtype = mx.bfloat16) ->
 
 
 def _stored(weights: Weights, dtype: mx.Dtype) -> Weights:
-    """Weights as they are written: quantised layers without loss, all others in ``dtype``."""
+    """The weights to write: quantised layers without loss, all others in ``dtype``."""
 
     def stored(name: str, w: mx.array) -> mx.array:
         if not mx.issubdtype(w.dtype, mx.floating):
@@ -127,7 +122,7 @@ def _stored(weights: Weights, dtype: mx.Dtype) -> Weights:
 
 
 def _refuse_run(path: Path) -> None:
-    """A run of ``dflash train`` holds a drafter and a config too, but not as a checkpoint."""
+    """Refuse a run of ``dflash train``, which holds a config and weights too, but not as a checkpoint."""
     if not (path / "recipe.json").exists():
         return
     inside = path / "drafter"
@@ -137,13 +132,13 @@ def _refuse_run(path: Path) -> None:
 
 
 def _refuse_mask_embedding(path: Path) -> None:
-    """An embedding beside the weights, which no index lists, would change every draft."""
+    """Refuse a mask embedding in a file of its own: no index lists it, and it would change every draft."""
     for file in path.glob("mask_embedding*"):
         raise CheckpointError(f"{file} is not supported; it means a mask embedding of the drafter's own.")
 
 
 def _with_head_dim(values: dict[str, Any], weights: Weights) -> dict[str, Any]:
-    """``values`` with the size of a head, as its norms have it where no config names it."""
+    """``values`` with the head size; if the config does not name it, it is the size of a head's norm."""
     sections = [values, *map(values.get, ("text_config", "transformer_layer_config", "dflash_config"))]
     norm = weights.get("layers.0.self_attn.q_norm.weight")
     if norm is None or any(isinstance(section, dict) and section.get("head_dim") for section in sections):

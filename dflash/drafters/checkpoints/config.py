@@ -1,7 +1,4 @@
-"""``config.json`` of a DFlash drafter, as published, parsed and checked once.
-
-Knows the field names of the format and their defaults. Must not know weights, targets or files.
-"""
+"""The ``config.json`` of a DFlash drafter, as published, parsed and checked once."""
 
 import logging
 import math
@@ -15,11 +12,11 @@ from .formats import DEFAULT_THETA, FULL, SLIDING, published_values
 logger = logging.getLogger(__name__)
 
 MAX_BLOCK_SIZE = 512
-"""Published drafters fill 4 to 16 positions; logits of so many more than these would take gigabytes."""
+"""Published drafters fill 4 to 16 positions; the logits of more than 512 would take gigabytes."""
 
 
 def spread_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """Evenly spread layers of the target, one for each of the drafter's; as published."""
+    """Evenly spread layers of the target, one for each drafter layer: the published default."""
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -31,20 +28,19 @@ class DFlashConfig:
     """Shape and constants of a block-diffusion drafter (names follow the published ``config.json``).
 
     Layer id ``i`` in ``target_layer_ids`` means the output of the target's decoder layer ``i`` (0-based).
-    ``is_causal`` is one value for all layers, or ``None``: causal inside the block on sliding layers,
-    bidirectional on full ones. Logits are ``cap * tanh(multiplier * logits / cap)`` where
-    ``final_logit_softcapping`` is given, else ``multiplier * logits``. Embeddings are the target's, scaled as the
-    target scales them, times ``input_embedding_scale``.
+    ``is_causal`` is one value for all layers, or ``None``: causal inside the block on sliding layers, bidirectional on
+    full ones. Logits are ``cap * tanh(multiplier * logits / cap)`` with ``final_logit_softcapping`` as the cap, or
+    ``multiplier * logits`` without one. Embeddings are the target's, scaled as the target scales them, times
+    ``input_embedding_scale``.
 
-    ``rope_parameters`` holds one recipe of rotary positions for each layer type; without it ``rope_theta`` and
-    ``rope_scaling`` are those of all layers. ``rope_is_neox_style`` false pairs neighbouring numbers. With
+    ``rope_parameters`` holds one recipe of rotary positions per layer type; without it ``rope_theta`` and
+    ``rope_scaling`` apply to all layers. ``rope_is_neox_style`` false rotates adjacent pairs. With
     ``sample_from_anchor`` the anchor's position predicts the first draft (DeepSpec), so that a block of ``block_size``
-    positions holds as many drafts. With ``elastic_blocks`` the drafter has learned blocks of every length up to
-    ``block_size``, so that one pass fills only the positions asked for (this package's own key; others fill all).
-    ``draft_vocab_size`` is given where the drafter knows a part of the vocabulary.
-    ``target_fingerprint`` is that of the target it was trained for.
+    positions holds as many drafts. With ``elastic_blocks`` (this package's own key) the drafter was trained on blocks
+    of every length, so that a pass fills only the positions asked for. ``draft_vocab_size`` is the size of a reduced
+    vocabulary. ``target_fingerprint`` identifies the target that the drafter was trained for.
 
-    Raises ``CheckpointError`` when a value is impossible.
+    Raises ``CheckpointError`` for an impossible value.
     """
 
     hidden_size: int
@@ -82,9 +78,7 @@ class DFlashConfig:
             if not holds(value := getattr(self, name)):
                 raise CheckpointError(f"{name} must be {expected}, got {value!r}.")
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 (frozen dataclass)
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            require_positive(name, getattr(self, name))
-        for name in ("num_key_value_heads", "vocab_size", "block_size"):
+        for name in _COUNTS:
             require_positive(name, getattr(self, name))
         if self.block_size > MAX_BLOCK_SIZE:
             raise CheckpointError(
@@ -111,7 +105,7 @@ class DFlashConfig:
         self._check_layer_types()
 
     def check_layer_ids(self, num_layers: int) -> None:
-        """Raise ``CheckpointError`` unless a target of ``num_layers`` has all layers read."""
+        """Raise ``CheckpointError`` unless a target of ``num_layers`` has all ``target_layer_ids``."""
         bad = [i for i in self.target_layer_ids if not 0 <= i < num_layers]
         if bad:
             raise CheckpointError(
@@ -130,7 +124,7 @@ class DFlashConfig:
             require_positive("sliding_window (needed by the sliding layers)", self.sliding_window)
 
     def _spread_layer_ids(self) -> tuple[int, ...]:
-        """Evenly spread target layers, the published default when a config names none."""
+        """The published default for a config that names no layers."""
         require_positive("num_target_layers (needed where target_layer_ids is missing)", self.num_target_layers)
         assert self.num_target_layers is not None
         ids = spread_layer_ids(self.num_target_layers, self.num_hidden_layers)
@@ -143,7 +137,7 @@ class DFlashConfig:
         return {"rope_theta": self.rope_theta} | (own or {})
 
     def causal_in_block(self, layer: int) -> bool:
-        """Whether only earlier positions of the block are visible to its positions, in drafter layer ``layer``."""
+        """Whether positions of a block see only earlier positions of it, in drafter layer ``layer``."""
         return self.layer_types[layer] == SLIDING if self.is_causal is None else self.is_causal
 
     def window(self, layer: int) -> int | None:
@@ -154,8 +148,8 @@ class DFlashConfig:
     def from_dict(cls, config: dict[str, Any]) -> "DFlashConfig":
         """Parse a published ``config.json``, of any packaging that :mod:`.formats` knows.
 
-        Raises ``CheckpointError`` for a missing key, a misspelt one (naming the nearest known
-        one) and, by name, for what changes the arithmetic and is not supported.
+        Raises ``CheckpointError`` for a missing key, for a misspelt one (naming the nearest known one), and by name
+        for every unsupported key that changes the arithmetic.
         """
         values = published_values(config, {f.name for f in fields(cls)})
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
@@ -164,7 +158,7 @@ class DFlashConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The published ``config.json`` form of this config."""
+        """This config as a published ``config.json``."""
         flat = asdict(self)
         defaults = {f.name: f.default for f in fields(self)}
         inner = {name: flat.pop(name) for name in _INSIDE}
@@ -180,6 +174,10 @@ class DFlashConfig:
         }
 
 
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "block_size",
+)  # fmt: skip
 _INSIDE = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "sample_from_anchor",
            "elastic_blocks")  # fmt: skip
 _OPTIONAL = frozenset({
@@ -196,7 +194,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# What a value must be before anything is computed from it; the counts are checked by `require_positive`.
+# What a value must be before anything is computed from it, in words and as a test.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "mask_token_id": ("a whole number", _is_whole),
     "num_target_layers": ("a positive whole number or null", lambda v: v is None or (_is_whole(v) and v > 0)),
@@ -222,6 +220,6 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Raise ``CheckpointError``, naming ``name``, unless ``value`` is a count of at least 1."""
+    """Raise ``CheckpointError``, naming ``name``, unless ``value`` is a whole number of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{name} must be a positive whole number, got {value!r}.")

@@ -1,10 +1,8 @@
 """The packagings in which DFlash drafters are published, read into one form: z-lab's.
 
-Knows the keys of other packagings (DeepSpec, SpecForge and SGLang, vLLM's speculators, multimodal wrappers) and how
-transformers 5 reads what two keys say differently. Must not know weights, nor what the values are good for.
-
-One rule decides about a key that a drafter does not have: if it can change what the drafter computes, it is refused
-by name (:mod:`.unsupported`); anything else is passed over, with a debug line.
+These are DeepSpec, SpecForge and SGLang, vLLM's speculators, and multimodal wrappers. Keys that contradict each other
+are read as in transformers 5. One rule decides about an unknown key: if it can change what the drafter computes, it is
+refused by name (:mod:`.unsupported`); anything else is ignored, with a debug line.
 """
 
 import difflib
@@ -19,7 +17,7 @@ from .unsupported import DOMINO_SIZES, is_off, is_supported_value, refuse_archit
 logger = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-DEFAULT_THETA = 10_000.0  # where a config gives none; transformers' own default
+DEFAULT_THETA = 10_000.0  # of a config without rope_theta; transformers' own default
 
 Values = dict[str, Any]
 
@@ -31,7 +29,7 @@ _WHOLE = (
     "mask_token_id", "head_dim", "num_target_layers", "block_size", "max_position_embeddings", "sliding_window",
     "draft_vocab_size",
 )  # fmt: skip
-# Notes of trainers and loaders inside `dflash_config`, where any other unknown key is taken for arithmetic.
+# Notes of trainers and loaders inside `dflash_config`; any other unknown key there is refused.
 _NOTES = re.compile(
     r"_.*|num_anchors|max_anchors|anchors.*|loss.*|.*_loss.*|train.*|gamma.*|lr|learning_rate|version|.*_version|name|"
     r"description|notes?|comments?|dtype|torch_dtype|model_type|architectures?|target_model.*|verifier.*|"
@@ -40,19 +38,19 @@ _NOTES = re.compile(
 
 
 def signs(config: Mapping[str, Any]) -> Values:
-    """What tells the kind of a ``config.json``: its keys of all levels on one, with two lists of names.
+    """The flattened keys of a ``config.json``, from which drafter kinds recognise their files.
 
-    ``architectures`` and ``algorithms`` (of vLLM's speculators, in lower case) are lists, empty where there is none.
+    ``architectures`` and ``algorithms`` (of vLLM's speculators, in lower case) are always lists, possibly empty.
     """
     values, _ = _unwrapped(config)
     return values | {"architectures": _names(values.get("architectures")), "algorithms": _algorithms(config)}
 
 
 def published_values(config: Mapping[str, Any], known: Collection[str]) -> Values:
-    """What a ``config.json`` of any packaging says, under the names in ``known``; null values are left out.
+    """The values of a ``config.json`` of any packaging, under the names in ``known``; nulls are left out.
 
-    Raises ``CheckpointError`` for what is not supported, by name, for keys that look like a known
-    one misspelt, and for unknown keys inside ``dflash_config``.
+    Raises ``CheckpointError`` for unsupported keys, for misspelt ones (naming the nearest known one), and for unknown
+    ones inside ``dflash_config``.
     """
     values, inner = _unwrapped(config)
     speculators, algorithms = _speculators(config), _algorithms(config)
@@ -80,19 +78,19 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     _rope_style(values)
     _layers(values)
     if isinstance(values.get("final_logit_softcapping"), int | float) and values["final_logit_softcapping"] <= 0:
-        values["final_logit_softcapping"] = None  # off, as published
+        values["final_logit_softcapping"] = None  # switched off, as published
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
 
     _refuse_unknown_inside(inner, known)
-    _pass_over(values, known)
+    _ignore(values, known)
     return {name: value for name, value in values.items() if name in known and value is not None}
 
 
 def _unwrapped(config: Mapping[str, Any]) -> tuple[Values, Values]:
-    """All values on one level, and those of ``dflash_config``, which come before all others.
+    """All values on one level, and those of ``dflash_config``, which take precedence over all others.
 
-    The top level comes before what is wrapped: trainers write the drafter's own sizes there, beside the target's.
+    The top level takes precedence over wrapped configs: trainers write the drafter's own sizes there.
     """
     values = {name: value for name, value in config.items() if name not in (*_WRAPPED, "dflash_config")}
     for name in _WRAPPED:
@@ -108,7 +106,7 @@ def _unwrapped(config: Mapping[str, Any]) -> tuple[Values, Values]:
 
 
 def _taps(values: Values) -> None:
-    """vLLM numbers the inputs of decoder layers, z-lab their outputs: one less."""
+    """Layer ids: vLLM numbers the inputs of decoder layers, z-lab their outputs (one less)."""
     for name in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
         ids = values.pop(name, None)
         if ids is None or values.get("target_layer_ids"):
@@ -123,7 +121,7 @@ def _taps(values: Values) -> None:
 
 
 def _anchor(values: Values, architectures: list[str], speculators: Mapping[str, Any], algorithms: list[str]) -> None:
-    """Whether the anchor's position predicts the first draft: explicit, or by packaging."""
+    """Whether the anchor's position predicts the first draft: stated, or known from the packaging."""
     if {"dspark", "dflash", "dflash2"} & set(algorithms):  # vLLM's speculators
         values.setdefault("block_size", 8)
         methods = speculators.get("proposal_methods")
@@ -132,7 +130,7 @@ def _anchor(values: Values, architectures: list[str], speculators: Mapping[str, 
         if isinstance(drafts, int) and isinstance(width, int):
             values["sample_from_anchor"] = drafts >= width
         elif values.get("sample_from_anchor") is None:
-            values["sample_from_anchor"] = False  # files that do not say it are older than the other choice
+            values["sample_from_anchor"] = False  # the key came with the other choice
     elif values.get("sample_from_anchor") is None:
         dspark = any(name in _ANCHOR_DRAFTS for name in architectures) or values.get("projector_type") == "dspark"
         if not dspark and (values.get("markov_rank") or values.get("enable_confidence_head")):
@@ -151,10 +149,10 @@ def _rope_style(values: Values) -> None:
 
 
 def _causality(values: Values, config: Mapping[str, Any], inner: Values) -> None:
-    """``is_causal`` of the top level, then what other packagings call it; one value for all layers."""
+    """``is_causal`` of the top level, then the names of other packagings; one value for all layers."""
     spellings = ("causal", "causal_head", "dflash_query_causal")
     found = [config.get("is_causal"), inner.get("is_causal"), values.get("is_causal")]
-    # `causal_head: false` says nothing: JetSpec writes it where layer types decide.
+    # `causal_head: false` means nothing: JetSpec writes it when layer types decide.
     found += [values.get(name) if name == "causal" else values.get(name) or None for name in spellings]
     if values.pop("sliding_window_non_causal", None) is True:
         found.append(False)
@@ -164,8 +162,8 @@ def _causality(values: Values, config: Mapping[str, Any], inner: Values) -> None
 
 
 def _shift(values: Values) -> None:
-    """JetSpec's ``draft_shift``: the anchor drafts, and the last position does not. Where a block is causal, no other
-    position sees that one, and the block is one position shorter."""
+    """JetSpec's ``draft_shift``: the anchor drafts and the last position does not. In a causal block no other position
+    sees the last one, so the block is one position shorter."""
     if values["is_causal"] is not True or not isinstance(values.get("block_size"), int):
         raise CheckpointError(
             "config.json: draft_shift true is supported in causal blocks of a given block_size only; it means drafts "
@@ -175,11 +173,11 @@ def _shift(values: Values) -> None:
 
 
 def _width(values: Values) -> None:
-    """Both widths are the target's: the drafter borrows its embedding and head."""
+    """The drafter has the target's width, since it borrows embedding and head. A full vocabulary is not a reduced one."""
     width = values.pop("target_hidden_size", None)
     if width is not None and width != values.get("hidden_size"):
         raise CheckpointError(
-            f"config.json: target_hidden_size {width} is not supported beside hidden_size {values.get('hidden_size')}; "
+            f"config.json: target_hidden_size {width} is not supported with hidden_size {values.get('hidden_size')}; "
             "it means a drafter of another width than its target."
         )
     if values.get("draft_vocab_size") == values.get("vocab_size"):
@@ -189,8 +187,8 @@ def _width(values: Values) -> None:
 def _rope(values: Values) -> None:
     """One recipe of rotary positions, or one for each layer type.
 
-    As in transformers 5: a ``rope_scaling`` that says anything replaces ``rope_parameters``, and what either holds
-    comes before the top level's ``rope_theta``; but ``original_max_position_embeddings`` of the top level comes first.
+    As in transformers 5: a non-empty ``rope_scaling`` replaces ``rope_parameters``, and both take precedence over the
+    top level's ``rope_theta``; but the top level's ``original_max_position_embeddings`` takes precedence over theirs.
     """
     scaling, parameters = _object(values, "rope_scaling"), _object(values, "rope_parameters")
     recipe = dict(scaling or parameters)
@@ -219,7 +217,7 @@ def _rope(values: Values) -> None:
 
 
 def _layers(values: Values) -> None:
-    """``layer_types``, from ``max_window_layers`` where there are none but a window is used, as in transformers."""
+    """``layer_types``; if they are missing and a window is used, from ``max_window_layers`` as in transformers."""
     window, layers = values.get("sliding_window"), values.get("num_hidden_layers")
     if not values.get("layer_types") and values.get("use_sliding_window") and window and isinstance(layers, int):
         first = values.get("max_window_layers")
@@ -227,7 +225,7 @@ def _layers(values: Values) -> None:
         values["layer_types"] = [SLIDING if i >= first else FULL for i in range(layers)]
     types = values.get("layer_types")
     if isinstance(types, list) and isinstance(layers, int) and types == types[:1] * len(types):
-        values["layer_types"] = types[:layers]  # one type for all layers: perhaps a copy of the target's list
+        values["layer_types"] = types[:layers]  # possibly a copy of the target's longer list
 
 
 def _refuse_unknown_inside(inner: Values, known: Collection[str]) -> None:
@@ -244,14 +242,14 @@ def _refuse_unknown_inside(inner: Values, known: Collection[str]) -> None:
             raise CheckpointError(f"dflash_config: unknown key {name!r}{_nearest(name, known) or '.'}")
 
 
-def _pass_over(values: Values, known: Collection[str]) -> None:
-    """Say in the debug log which keys mean nothing to a drafter; refuse those that look misspelt."""
-    passed = sorted(name for name in values if name not in known)
-    for name in passed:
+def _ignore(values: Values, known: Collection[str]) -> None:
+    """Log the keys that mean nothing to a drafter; refuse those that look misspelt."""
+    ignored = sorted(name for name in values if name not in known)
+    for name in ignored:
         if hint := _nearest(name, known, cutoff=0.9):
             raise CheckpointError(f"config.json: unknown key {name!r}{hint}")
-    if passed:
-        logger.debug("config.json: passed over, since a drafter does not read them: %s.", ", ".join(passed))
+    if ignored:
+        logger.debug("config.json: ignored, since a drafter does not read them: %s.", ", ".join(ignored))
 
 
 def _nearest(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
@@ -286,7 +284,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _whole(name: str, value: Any) -> Any:
-    """Whole numbers that were written with a decimal point."""
+    """``value`` as an int, if it is a whole number that was written with a decimal point."""
     if name.endswith("layer_ids") and isinstance(value, list):
         return [_whole("block_size", one) for one in value]
     return int(value) if name in _WHOLE and isinstance(value, float) and value.is_integer() else value

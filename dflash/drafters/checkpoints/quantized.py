@@ -1,7 +1,4 @@
-"""Quantised drafters: mlx-lm's ``quantization`` in a config, both ways, and quantising one.
-
-Knows MLX's quantised layers and how a config describes them. Must not know files or how a drafter drafts.
-"""
+"""Quantised drafters: mlx-lm's ``quantization`` in a config, read and written, and quantising a drafter."""
 
 import logging
 import re
@@ -16,7 +13,7 @@ from ...core.errors import CheckpointError, DFlashError
 logger = logging.getLogger(__name__)
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-"""MLX's modes, each with its usual group size and bits (those of all but ``affine`` are fixed)."""
+"""MLX's modes with their default group size and bits, which are fixed for all but ``affine``."""
 
 _PREFIX = re.compile(r"^((model|module|_orig_mod|draft|draft_model|drafter)\.)+")
 _DESCRIPTION = ("group_size", "bits", "mode")
@@ -24,7 +21,7 @@ _SUFFIX = ".scales"
 
 
 def usual(mode: str) -> tuple[int, int]:
-    """Group size and bits that ``mode`` has unless told otherwise. Raises ``CheckpointError``."""
+    """The default group size and bits of ``mode``. Raises ``CheckpointError`` for an unknown mode."""
     if mode not in MODES:
         raise CheckpointError(f"The quantisation mode is {mode!r}; expected one of {', '.join(MODES)}.")
     return MODES[mode]
@@ -33,9 +30,9 @@ def usual(mode: str) -> tuple[int, int]:
 def quantize_like(model: nn.Module, config: Mapping[str, Any], weights: Collection[str]) -> None:
     """Quantise the layers of ``model`` whose scales are among ``weights``, as ``config`` describes.
 
-    ``config["quantization"]`` (or ``quantization_config``) holds ``group_size``, ``bits`` and ``mode``, and under the
-    name of a layer what differs for it. Layers without scales stay as they are. Raises
-    ``CheckpointError`` for another library's quantisation, a missing description or a bad one.
+    ``config["quantization"]`` (or ``quantization_config``) holds ``group_size``, ``bits`` and ``mode``, and the
+    exceptions under the names of layers. Layers without scales stay as they are. Raises ``CheckpointError`` for
+    another library's quantisation, and for a missing or wrong description.
     """
     scaled = {name.removesuffix(_SUFFIX) for name in weights if name.endswith(_SUFFIX)}
     if not scaled:
@@ -61,7 +58,7 @@ def quantize_like(model: nn.Module, config: Mapping[str, Any], weights: Collecti
 
 
 def description(model: nn.Module) -> dict[str, Any] | None:
-    """The ``quantization`` of a config that describes ``model``; ``None`` where no layer is quantised."""
+    """The ``quantization`` of a config that describes ``model``; ``None`` if no layer is quantised."""
     layers = {
         name: {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         for name, layer in model.named_modules()
@@ -77,12 +74,11 @@ def description(model: nn.Module) -> dict[str, Any] | None:
 def quantize_drafter(
     model: nn.Module, bits: int = 4, group_size: int = 64, mode: str = "affine", leave_out: Collection[str] = ()
 ) -> list[str]:
-    """Quantise the linear layers of ``model`` in place; returns the names of those that stay as they are.
+    """Quantise the linear layers of ``model`` in place; returns the names of those left unquantised.
 
-    These are the layers whose name has a part in ``leave_out`` (``fc``, ``layers.0``, ``o_proj``), a head of the
-    drafter's own, and layers whose inputs do not divide into groups. Other weights become bfloat16. Raises
-    ``DFlashError`` for options that MLX does not have, for a drafter without weights, and where no
-    layer is left.
+    These are layers whose name contains a part in ``leave_out`` (``fc``, ``layers.0``, ``o_proj``), the drafter's own
+    head, and layers whose inputs do not divide into groups. All other weights become bfloat16. Raises ``DFlashError``
+    for options that MLX does not have, for a drafter without weights, and if no layer would be quantised.
     """
     options = _checked({"bits": bits, "group_size": group_size, "mode": mode}, "the drafter")
     if not isinstance(model, nn.Module):
@@ -109,7 +105,7 @@ def quantize_drafter(
 
 
 def _names(layer: str, part: str) -> bool:
-    """Whether ``part`` is one or several whole components of the dotted name ``layer``."""
+    """Whether ``part`` is one or more whole components of the dotted name ``layer``."""
     return f".{part}." in f".{layer}."
 
 
@@ -132,7 +128,7 @@ def _description(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _checked(options: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Complete options of :func:`mlx.core.quantize`, with the mode's own where they lack."""
+    """Complete and check options of :func:`mlx.core.quantize`; missing ones are the mode's own."""
     mode = options.get("mode", "affine")
     group_size, bits = usual(mode)
     scheme = {"group_size": options.get("group_size", group_size), "bits": options.get("bits", bits), "mode": mode}

@@ -1,17 +1,17 @@
-"""Weights of a published drafter under z-lab's names, whatever packaging they come in.
-
-Knows the names of other packagings, the copies of the target's weights in them, and the tables of reduced
-vocabularies. Must not know configs' spellings, quantisation or files.
-"""
+"""Weights of a published drafter under z-lab's names, whatever packaging they come in, and the checks on them."""
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ...core.errors import CheckpointError
+from ...core.files import flat
+from .quantized import quantize_like
 from .unsupported import explain_tensors
 
 logger = logging.getLogger(__name__)
@@ -28,16 +28,16 @@ _RENAMED = (
     (re.compile(r"^draft_id_to_target_id$"), "d2t"),
     (re.compile(r"^target_id_to_draft_id$"), "t2d"),
 )
-# What every loader computes or borrows from the target: rotary tables, embeddings, the target's last norm and head.
+# Computed or borrowed from the target by every loader: rotary tables, embeddings, the target's last norm and head.
 _BORROWED = re.compile(r"(.*\.)?rotary_emb\..*|embed_tokens\..*|verifier_(lm_head|norm)\..*")
 HEAD = "lm_head."
 
 
 def published_weights(weights: Weights, path: Path, own_tables: Collection[str] = ()) -> Weights:
-    """``weights`` under z-lab's names, without what a drafter computes or borrows from its target.
+    """``weights`` under z-lab's names, without those that a drafter computes or borrows from its target.
 
-    ``own_tables`` are kept, by the first part of their names, and so is a head: :func:`reduced_vocabulary` says whether
-    it is the drafter's own. Raises ``CheckpointError`` if two tensors have the same name.
+    Tables whose first name is in ``own_tables`` are kept, and so is a head: :func:`reduced_vocabulary` decides whether
+    it is the drafter's own. Raises ``CheckpointError`` if two tensors get the same name.
     """
     named: Weights = {}
     origin: dict[str, str] = {}
@@ -57,12 +57,12 @@ def published_weights(weights: Weights, path: Path, own_tables: Collection[str] 
 def reduced_vocabulary(
     weights: Weights, size: int | None, vocab_size: int, path: Path, own_tables: Collection[str] = ()
 ) -> mx.array | None:
-    """Take the tables of a reduced vocabulary out of ``weights``: the target's ids ``[size]`` of the drafter's tokens.
+    """Take the tables of a reduced vocabulary out of ``weights``; returns the target's ids ``[size]`` of its tokens.
 
-    ``d2t [size]`` holds what is added to a drafter's id, ``t2d [vocab_size]`` which of the target's ids are known.
-    Without a reduced vocabulary the result is ``None``, and a head is a copy of the target's and taken out too, unless
-    it is one of ``own_tables``.
-    Raises ``CheckpointError`` if the tables are missing or do not fit ``size``.
+    ``d2t [size]`` is the target's id minus the drafter's; ``t2d [vocab_size]`` marks the target's ids that are known.
+    Without a reduced vocabulary (``size`` is ``None``) the result is ``None``, and a head, being a copy of the
+    target's, is taken out too unless it is one of ``own_tables``. Raises ``CheckpointError`` if the tables are missing
+    or do not fit ``size``.
     """
     d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
     if size is None:
@@ -97,16 +97,26 @@ def _distinct(ids: mx.array) -> bool:
 
 
 def vocabulary_tables(ids: mx.array, vocab_size: int) -> Weights:
-    """``d2t`` and ``t2d`` of the target's ``ids``, the inverse of :func:`reduced_vocabulary`."""
+    """The tables ``d2t`` and ``t2d`` of the target's ``ids``: the inverse of :func:`reduced_vocabulary`."""
     known = mx.zeros(vocab_size, mx.bool_)
     known[ids] = True
     return {"d2t": ids.astype(mx.int64) - mx.arange(ids.size), "t2d": known}
 
 
-def check_weights(expected: Weights, weights: Weights, path: Path) -> None:
-    """Raise ``CheckpointError`` unless ``weights`` have the names, shapes and types ``expected``.
+def load_weights(model: nn.Module, weights: Weights, config: Mapping[str, Any], path: Path) -> None:
+    """Put ``weights``, read from ``path``, into ``model``, its layers quantised as ``config`` describes.
 
-    Whole numbers fit whole numbers (packed weights), and floating-point ones each other, if all of them are finite.
+    Raises ``CheckpointError`` as :func:`check_weights` and :func:`~.quantized.quantize_like`.
+    """
+    quantize_like(model, config, weights)
+    check_weights(flat(model.parameters()), weights, path)
+    model.load_weights(list(weights.items()))
+
+
+def check_weights(expected: Weights, weights: Weights, path: Path) -> None:
+    """Raise ``CheckpointError`` unless ``weights`` have the names, shapes and types of ``expected``, and are finite.
+
+    Types are packed whole numbers or floating-point numbers; their widths may differ.
     """
     missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing:

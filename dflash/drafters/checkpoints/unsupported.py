@@ -1,7 +1,4 @@
-"""What published drafters may ask for that is not implemented here, by name, with what is known of it.
-
-Knows config keys, architectures and weight names of the DFlash family. Must not know how anything is computed.
-"""
+"""Config keys, architectures and weights of published drafters that are not supported, each refused by name."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -28,7 +25,7 @@ _GATED = "gated attention and offset norms, as in Qwen3.5"
 _INTERLEAVED = "rotary positions of neighbouring pairs; published drafters say so by rope_is_neox_style false"
 
 DOMINO_SIZES = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
-"""Sizes of Domino's head, which some trainers write into files of every ``projector_type``."""
+"""Sizes of Domino's head, which some trainers write for every ``projector_type``."""
 
 _OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "default")
 
@@ -100,7 +97,7 @@ _TENSORS = (
 
 
 def refuse_key(name: str, value: Any) -> None:
-    """Raise ``CheckpointError`` if config key ``name`` asks for what is not implemented."""
+    """Raise ``CheckpointError`` if ``value`` of the config key ``name`` asks for something unsupported."""
     if name in _KEYS_BY_VALUE:
         neutral, what = _KEYS_BY_VALUE[name]
         if value in neutral:
@@ -117,19 +114,19 @@ def refuse_key(name: str, value: Any) -> None:
 
 
 def is_supported_value(name: str, value: Any) -> bool:
-    """Whether ``name`` is a key that is told apart by its value, and ``value`` is one that changes nothing."""
+    """Whether ``name`` is a key of which some values are supported, and ``value`` is one of them."""
     return name in _KEYS_BY_VALUE and value in _KEYS_BY_VALUE[name][0]
 
 
 def is_off(value: Any) -> bool:
-    """Whether a switch with this value changes nothing."""
+    """Whether a switch with this value is off."""
     return any(value is off or (value == off and not isinstance(value, bool)) for off in _OFF)
 
 
 def refuse_architecture(architectures: Iterable[Any], algorithms: Iterable[str]) -> None:
-    """Raise ``CheckpointError`` if the file says that it is another kind of drafter.
+    """Raise ``CheckpointError`` for the names of another kind of drafter.
 
-    ``algorithms``, in lower case, are those of vLLM's speculators.
+    ``algorithms`` are those of vLLM's speculators, in lower case.
     """
     for name in architectures:
         for pattern, what in _ARCHITECTURES:
@@ -142,6 +139,6 @@ def refuse_architecture(architectures: Iterable[Any], algorithms: Iterable[str])
 
 
 def explain_tensors(names: Iterable[str]) -> str:
-    """What tensors that a DFlash drafter does not have belong to: ``"; they belong to ..."``, or nothing known."""
+    """A clause on what unknown tensors belong to, ``", which belong to ..."``; empty if it is not known."""
     found: Mapping[str, None] = {what: None for name in names for pattern, what in _TENSORS if re.search(pattern, name)}
     return f", which belong to {' and to '.join(found)}" if found else ""

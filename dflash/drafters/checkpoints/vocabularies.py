@@ -1,7 +1,4 @@
-"""Whether a draft model's tokens are the target's: each with the same text and id.
-
-Knows tokenizers and sizes of tables. Must not know caches, or how anything is drafted.
-"""
+"""Whether a draft model has the target's vocabulary: each token with the same text and id."""
 
 from typing import Any
 
@@ -9,18 +6,18 @@ from ...target import LoadedTargetModel
 
 
 def is_draft_model_compatible(model: LoadedTargetModel, target: LoadedTargetModel) -> bool:
-    """Whether ``model`` can draft for ``target``: every token of the target has the same text and id there.
+    """Whether ``model`` can draft for ``target``: it has every token of the target, with the same text and id.
 
-    Both as :func:`dflash.load_target` returns them. Compared before a decoder is made, it costs no error; the decoder
-    itself refuses another vocabulary with the first token that differs.
+    Both are as :func:`dflash.load_target` returns them. A decoder would refuse another vocabulary with an error that
+    names the first token that differs.
     """
     return vocabulary_difference(model, target) is None
 
 
 def vocabulary_difference(model: LoadedTargetModel, target: LoadedTargetModel) -> str | None:
-    """The first token of the target that is another one in the draft model, as a clause; ``None`` if there is none.
+    """The first of the target's tokens that differs in the draft model, as a clause; ``None`` if none does.
 
-    Without both tokenizers only the sizes of the vocabularies can be compared, and must be equal.
+    Without both tokenizers only the sizes of the vocabularies are compared, and must be equal.
     """
     if model.tokenizer is None or target.tokenizer is None:
         if model.vocab_size == target.vocab_size:
@@ -36,7 +33,7 @@ def vocabulary_difference(model: LoadedTargetModel, target: LoadedTargetModel) -
 
 
 def special_token_differences(model: LoadedTargetModel, target: LoadedTargetModel) -> list[str]:
-    """What differs between tokenizers of one vocabulary: tokens without a text, the first and the last token."""
+    """Up to three differences between tokenizers of one vocabulary: unknown tokens, begin and end of text."""
     if model.tokenizer is None or target.tokenizer is None:
         return []
     own, theirs = _texts(model.tokenizer), _texts(target.tokenizer)

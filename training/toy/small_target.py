@@ -2,7 +2,6 @@
 
     python -m dflash.training.toy.small_target configs/pair-target.yaml
 
-Knows the order of the two stages and where each leaves its files. Must not know how a stage works, or drafters.
 After an interruption the same command does what is left.
 """
 
@@ -48,7 +47,7 @@ LONGEST = 4096
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What the tokenizer is learned from."""
+    """What the tokenizer learns from."""
 
     samples: int
     seed: int
@@ -57,7 +56,7 @@ class TokenizerSettings:
 
 @dataclass(frozen=True)
 class HeldoutSettings:
-    """Requests for evaluation: combinations of operations that no training request holds."""
+    """Requests for evaluation: combinations of operations that no training request has."""
 
     samples: int
     seed: int
@@ -78,26 +77,26 @@ def tokenizer_stage(settings: SmallTargetSettings) -> Tokenizer:
     """Learn the tokenizer, or read it if it is there."""
     folder = settings.folder / "tokenizer"
     if not (folder / "tokenizer_config.json").exists():
-        drawn = samples(settings.tokenizer.seed, settings.tokenizer.samples, "train")
-        texts = (text for sample in drawn for text in (sample.prompt, sample.answer))
+        requests = samples(settings.tokenizer.seed, settings.tokenizer.samples, "train")
+        texts = (text for sample in requests for text in (sample.prompt, sample.answer))
         tokenizer = train_tokenizer(texts, settings.tokenizer.vocab_size)
         save_tokenizer(tokenizer, folder, settings.target.config.get("max_position_embeddings", LONGEST))
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def accuracy(model: nn.Module, tokenizer: Tokenizer, settings: HeldoutSettings) -> dict[str, float]:
-    """Fraction of the heldout requests that greedy decoding answers correctly, over all and by kind."""
-    drawn = list(samples(settings.seed, settings.samples, "heldout"))
-    prompts = [encode_prompt(tokenizer, sample.prompt) for sample in drawn]
+    """Fraction of the held-out requests that greedy decoding answers correctly, over all and by kind."""
+    requests = list(samples(settings.seed, settings.samples, "heldout"))
+    prompts = [encode_prompt(tokenizer, sample.prompt) for sample in requests]
     responses = generate_responses(model, prompts, [token_id(tokenizer, END)], [settings.max_tokens] * len(prompts))
     texts = [tokenizer.decode(response, skip_special_tokens=True) for _, response in sorted(responses)]
-    verdicts = check_answers((text, sample.check) for text, sample in zip(texts, drawn, strict=True))
-    for text, sample, verdict in zip(texts, drawn, verdicts, strict=True):
+    verdicts = check_answers((text, sample.check) for text, sample in zip(texts, requests, strict=True))
+    for text, sample, verdict in zip(texts, requests, verdicts, strict=True):
         if not verdict.ok:
             logger.debug("%s\n%s\n%s", sample.prompt, text, verdict.reason)
     result = {"accuracy": sum(v.ok for v in verdicts) / len(verdicts)}
-    for kind in sorted({sample.kind for sample in drawn}):
-        of_kind = [v.ok for v, sample in zip(verdicts, drawn, strict=True) if sample.kind == kind]
+    for kind in sorted({sample.kind for sample in requests}):
+        of_kind = [v.ok for v, sample in zip(verdicts, requests, strict=True) if sample.kind == kind]
         result[f"accuracy_{kind}"] = sum(of_kind) / len(of_kind)
     return result
 
@@ -108,10 +107,10 @@ def target_stage(settings: SmallTargetSettings, tokenizer: Tokenizer) -> None:
     if (folder / "model.safetensors").exists():
         return
     end = token_id(tokenizer, END)
-    drawn = list(samples(settings.target.data_seed, settings.target.samples, "train"))
+    requests = list(samples(settings.target.data_seed, settings.target.samples, "train"))
     sequences = Sequences.from_lists(
-        [encode_prompt(tokenizer, sample.prompt) for sample in drawn],
-        [encode_answer(tokenizer, sample.answer) for sample in drawn],
+        [encode_prompt(tokenizer, sample.prompt) for sample in requests],
+        [encode_answer(tokenizer, sample.answer) for sample in requests],
     )
     logger.info("%d sequences, %d tokens", len(sequences), len(sequences.tokens))
     model = build_target(settings.target, tokenizer.get_vocab_size(), end)

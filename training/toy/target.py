@@ -1,7 +1,4 @@
-"""The toy target: a small model that learns to answer the requests of the toy tasks.
-
-Knows how such a model is made, what it learns from and how it is saved as an mlx-lm folder. Must not know
-drafters, or the modules of any one family.
+"""The toy target: how a small model that answers the requests of the toy tasks is made, trained and saved.
 
 Shapes: B batch, L length, E hidden size, T answer tokens.
 """
@@ -11,14 +8,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
+from mlx_lm.models import gemma3_text, qwen3
 
 from dflash.adapters import find_adapter
+from dflash.core.backend import on_cpu
 from dflash.core.cpu_math import cross_entropy
 from dflash.core.errors import did_you_mean
 from dflash.core.files import flat, write_arrays, write_json
@@ -26,10 +26,27 @@ from dflash.core.files import flat, write_arrays, write_json
 from ...core.settings import SettingsError, require
 from ..data.sequences import Ints, Sequences, pad_batch, plan_batches
 from ..loop.settings import FitSettings
-from .quick_forward import FAMILIES, hidden_states
+from ..quick_layers import FAMILIES as QUICK_FAMILIES
+from ..quick_layers import decoder_layer
 
 _ADDED = ("vocab_size", "tie_word_embeddings", "eos_token_id")
 """Keys of ``config.json`` that the recipe must not set: the tokenizer decides them."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """mlx-lm's module, and where a norm's weight starts, by its name and the scale of what feeds the residual."""
+
+    module: ModuleType
+    norm_start: Callable[[str, float], float]
+
+
+FAMILIES = {
+    "qwen3": Family(qwen3, lambda name, scale: 1.0),
+    # Gemma's norms multiply by one more than their weight; those after a sublayer set the size of what it adds.
+    "gemma3_text": Family(gemma3_text, lambda name, scale: scale - 1.0 if "post_" in name else 0.0),
+}
+"""What a target may be, by ``model_type``."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,7 @@ class TargetSettings:
     """What the target is, what it learns from, and how.
 
     ``config`` is its ``config.json``, to which the tokenizer adds the vocabulary; its ``model_type`` is one of
-    :data:`~dflash.training.toy.quick_forward.FAMILIES`, its other keys are those of mlx-lm's ``ModelArgs``.
+    :data:`FAMILIES`, its other keys are those of mlx-lm's ``ModelArgs``.
     """
 
     config: dict[str, Any]
@@ -68,14 +85,14 @@ def model_config(settings: TargetSettings, vocab_size: int, end: int) -> dict[st
 
 
 def build_target(settings: TargetSettings, vocab_size: int, end: int) -> nn.Module:
-    """A new target with weights drawn from ``settings.seed``: normal, smaller where they feed the residual."""
+    """A new target with weights sampled from ``settings.seed``: normal, smaller where they feed the residual."""
     mx.random.seed(settings.seed)
     family = FAMILIES[settings.config["model_type"]]
     model = family.module.Model(family.module.ModelArgs.from_dict(model_config(settings, vocab_size, end)))
     model.sanitize({})  # some families drop their untied head here
     out_scale = (2 * len(model.layers)) ** -0.5
 
-    def draw(name: str, value: mx.array) -> mx.array:
+    def weight(name: str, value: mx.array) -> mx.array:
         if value.ndim < 2:
             return mx.full(value.shape, family.norm_start(name, out_scale))
         if "embed" in name:
@@ -83,9 +100,20 @@ def build_target(settings: TargetSettings, vocab_size: int, end: int) -> nn.Modu
         scale = value.shape[-1] ** -0.5
         return mx.random.normal(value.shape, scale=scale * (out_scale if ("o_proj" in name or "down" in name) else 1.0))
 
-    model.load_weights([(name, draw(name, value)) for name, value in flat(model.parameters()).items()])
+    model.load_weights([(name, weight(name, value)) for name, value in flat(model.parameters()).items()])
     mx.eval(model.parameters())
     return model
+
+
+def hidden_states(model: nn.Module, tokens_BL: mx.array) -> mx.array:
+    """Final normalised hidden states ``[B, L, E]``, computed by quick layers where there are some."""
+    adapter = find_adapter(model)
+    if not (on_cpu() and all(type(layer) in QUICK_FAMILIES for layer in adapter.layers)):
+        return adapter.forward(tokens_BL, None, ())[0]
+    x_BLE = adapter.embed(tokens_BL) * adapter.embedding_scale
+    for layer in adapter.layers:
+        x_BLE = decoder_layer(layer, x_BLE, "causal")
+    return adapter.backbone.norm(x_BLE)
 
 
 def answer_loss(model: nn.Module, tokens_BL: mx.array, positions_T: mx.array) -> mx.array:
@@ -94,7 +122,7 @@ def answer_loss(model: nn.Module, tokens_BL: mx.array, positions_T: mx.array) ->
     ``positions_T`` are the flat positions (into ``[B * L]``) whose next token belongs to an answer.
     """
     adapter = find_adapter(model)
-    hidden_TE = hidden_states(adapter, tokens_BL).reshape(-1, adapter.hidden_size)[positions_T]
+    hidden_TE = hidden_states(model, tokens_BL).reshape(-1, adapter.hidden_size)[positions_T]
     return cross_entropy(adapter.head(hidden_TE), tokens_BL.reshape(-1)[positions_T + 1]).mean()
 
 

@@ -1,7 +1,5 @@
 """A small byte-level BPE tokenizer, learned from text and saved as a Hugging Face fast tokenizer.
 
-Knows the `tokenizers` file format and the chat template of the pair. Must not know what the text is about.
-
 Every text survives encoding and decoding exactly: bytes are the alphabet, nothing is normalised, no space
 is added in front. Digits never merge, so that numbers look alike whatever their length.
 """

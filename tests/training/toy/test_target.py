@@ -1,19 +1,26 @@
-"""The toy target: made from its settings, trained on answers, saved as mlx-lm loads it."""
+"""The toy target: made from its recipe, trained on answers, saved as mlx-lm loads it."""
+
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import yaml
+from mlx.utils import tree_map
+from support.models import randomize
 
 from dflash import load_target
 from dflash.core.settings import SettingsError
-from dflash.training.loop.fit import FitSettings
-from dflash.training.toy.quick_forward import FAMILIES
+from dflash.training.loop.settings import FitSettings
+from dflash.training.toy.small_target import main
 from dflash.training.toy.target import (
+    FAMILIES,
     TargetSettings,
     answer_loss,
     answer_positions,
     build_target,
+    hidden_states,
     model_config,
     rounded_to_bfloat16,
     save_target,
@@ -25,8 +32,6 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 4, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 64,
 }  # fmt: skip
-
-
 CONFIGS = {
     "qwen3": SIZES | {"model_type": "qwen3"},
     "gemma3_text": SIZES
@@ -34,31 +39,48 @@ CONFIGS = {
 }
 
 
-TEXTS = ["def f(x):\n    return [x, 12, 345]\n", "How many? Answer: 27", "  naïve — 東京\t!"]
+def settings_of(family: str) -> TargetSettings:
+    return TargetSettings(CONFIGS[family], FitSettings(1), 1)
 
 
-def mask(length, *spans):
-    """A loss mask ``[1, length]`` that is true on the half-open ``spans``."""
-    return np.array([[any(a <= i < b for a, b in spans) for i in range(length)]])
-
-
-def tiny_target(family: str = "qwen3") -> nn.Module:
-    return build_target(TargetSettings(CONFIGS[family], FitSettings(1), 1), 40, 3)
+def small_recipe(tmp_path: Path, steps: int = 2) -> str:
+    values = {
+        "folder": str(tmp_path / "run"),
+        "tokenizer": {"samples": 40, "seed": 1, "vocab_size": 280},
+        "heldout": {"samples": 2, "seed": 1, "max_tokens": 2},
+        "target": {"config": CONFIGS["gemma3_text"], "samples": 8, "fit": {"steps": steps, "log_every": 2}},
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_target_loads_as_the_same_model(family, tmp_path):
-    model, settings = tiny_target(family), TargetSettings(CONFIGS[family], FitSettings(1), 1)
-    save_tokenizer(train_tokenizer(TEXTS, 300), tmp_path / "tokenizer", 64)
+    model = build_target(settings_of(family), 40, 3)
+    save_tokenizer(train_tokenizer(["f(x): [12, 345]"], 300), tmp_path / "tokenizer", 64)
     rounded_to_bfloat16(model)
-    save_target(model, model_config(settings, 40, 3), tmp_path / "tokenizer", tmp_path / "target")
+    save_target(model, model_config(settings_of(family), 40, 3), tmp_path / "tokenizer", tmp_path / "target")
     tokens = mx.random.randint(0, 40, (2, 11))
     assert mx.array_equal(load_target(tmp_path / "target").model(tokens), model(tokens))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_in_training_are_those_of_mlx_lm_and_every_weight_learns(family):
+    model = randomize(build_target(settings_of(family), 40, 3), 1)
+    tokens = mx.random.randint(0, 40, (3, 17), key=mx.random.key(0))
+    expected = model.model(tokens)
+    assert mx.abs(expected).max() > 1
+    assert mx.abs(hidden_states(model, tokens) - expected).max() < 1e-4
+    gradients = nn.value_and_grad(model, answer_loss)(model, tokens, mx.arange(3, 12))[1]
+    reached = tree_map(lambda gradient: mx.abs(gradient).max().item() > 0, gradients)
+    assert all(value for _, value in nn.utils.tree_flatten(reached))
+
+
 def test_answer_loss_is_the_mean_over_answer_tokens():
-    model = tiny_target()
-    tokens, loss_mask = mx.random.randint(0, 40, (2, 9)), np.concatenate([mask(9, (3, 9)), mask(9, (5, 7))])
+    model, tokens = build_target(settings_of("qwen3"), 40, 3), mx.random.randint(0, 40, (2, 9))
+    loss_mask = np.zeros((2, 9), bool)
+    loss_mask[0, 3:9] = loss_mask[1, 5:7] = True
     losses = nn.losses.cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
     expected = mx.concatenate([losses[0, 2:8], losses[1, 4:6]]).mean()
     positions = mx.array(answer_positions(loss_mask))
@@ -78,3 +100,17 @@ def test_answer_loss_is_the_mean_over_answer_tokens():
 def test_a_target_that_cannot_be_made_is_refused(config, message):
     with pytest.raises(SettingsError, match=message):
         TargetSettings(config, FitSettings(1), 1)
+
+
+def test_a_small_target_is_trained_once_and_refuses_another_recipe(tmp_path):
+    main([small_recipe(tmp_path)])
+    model = tmp_path / "run" / "target" / "model.safetensors"
+    loaded, made = load_target(model.parent), model.stat().st_mtime_ns
+    assert loaded.adapter.config.model_type == "gemma3_text"
+    assert loaded.build_prompt("Hi")
+    main([small_recipe(tmp_path)])
+    assert model.stat().st_mtime_ns == made
+    with pytest.raises(SystemExit, match=r"error: .* target.fit.steps 2, .* 5"):
+        main([small_recipe(tmp_path, steps=5)])
+    with pytest.raises(SystemExit, match=r"error: .*nope.yaml"):
+        main([str(tmp_path / "nope.yaml")])

@@ -1,7 +1,6 @@
 """The toy tasks: requests with one right answer each, functions to write and word problems to solve.
 
-Knows: how to draw samples of a split, and how to judge an answer (`check_answer`).
-Must not know: tokens, models, files. Everything is a function of the seed.
+Everything is a function of the seed. The bundled pair was trained on these samples, so they must not change.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import functions, known, problems
-from .bounds import distinct_meanings
 from .check import CheckResult, check_answer, check_answers
 from .split import Split, is_heldout_pair, split_of
 
@@ -22,7 +20,6 @@ __all__ = [
     "Split",
     "check_answer",
     "check_answers",
-    "distinct_meanings",
     "is_heldout_pair",
     "sample",
     "samples",
@@ -39,7 +36,7 @@ EVENT_WEIGHTS = {"train": (4, 30, 38, 28), "heldout": (0, 32, 38, 30)}
 
 @dataclass(frozen=True)
 class Sample:
-    """A request, its canonical answer, and plain data from which `check_answer` rebuilds the reference."""
+    """A request, its canonical answer, and the plain data from which `check_answer` judges other answers."""
 
     prompt: str
     answer: str
@@ -51,32 +48,26 @@ class Sample:
 def sample(rng: random.Random, split: Split) -> Sample:
     """One random sample of the split.
 
-    The kind and the length are drawn first and kept, so that refusing pairs of the other split
-    does not thin out the long samples.
+    Its kind and length are chosen first and kept: otherwise long samples, which hold more pairs of operations and so
+    are refused more often, would become rare.
     """
     if rng.random() < FUNCTION_SHARE:
         if split == "train" and rng.random() < KNOWN_SHARE:
             row = rng.choice(known.KNOWN)
-            return Sample(
-                known.request(row, rng), row.answer(), "function", (row.name,), {"kind": "known", "name": row.name}
-            )
+            check = {"kind": "known", "name": row.name}
+            return Sample(known.request(row, rng), row.answer(), "function", (row.name,), check)
         length = rng.choices(STEP_COUNTS, STEP_WEIGHTS[split])[0]
         while True:
-            pipeline = functions.draw_pipeline(rng, length)
+            pipeline = functions.random_pipeline(rng, length)
             if split_of(pipeline.operations) == split:
-                prompt = functions.request(pipeline, rng)
-                return Sample(prompt, functions.answer(pipeline), "function", pipeline.operations, pipeline.check())
+                prompt, answer = functions.request(pipeline, rng), functions.answer(pipeline)
+                return Sample(prompt, answer, "function", pipeline.operations, pipeline.check())
     length = rng.choices(EVENT_COUNTS, EVENT_WEIGHTS[split])[0]
     while True:
-        problem = problems.draw_problem(rng, length)
+        problem = problems.random_problem(rng, length)
         if split_of(problem.operations) == split:
-            return Sample(
-                problem.prompt,
-                problem.answer,
-                "problem",
-                problem.operations,
-                {"kind": "problem", "answer": problem.value},
-            )
+            check = {"kind": "problem", "answer": problem.value}
+            return Sample(problem.prompt, problem.answer, "problem", problem.operations, check)
 
 
 def samples(seed: int, count: int, split: Split) -> Iterator[Sample]:
@@ -84,7 +75,7 @@ def samples(seed: int, count: int, split: Split) -> Iterator[Sample]:
     rng = random.Random(f"{split} {seed}")
     prompts: set[str] = set()
     while len(prompts) < count:
-        drawn = sample(rng, split)
-        if drawn.prompt not in prompts:
-            prompts.add(drawn.prompt)
-            yield drawn
+        one = sample(rng, split)
+        if one.prompt not in prompts:
+            prompts.add(one.prompt)
+            yield one

@@ -3,8 +3,7 @@
     python -m dflash.training.toy.tasks train 7000 --seed 2 > requests.jsonl
     python -m dflash.training.toy.tasks heldout 100 > heldout.jsonl
 
-Training requests come with the right response, heldout ones with what their answer is checked against.
-Knows the form of a line. Must not know how a request is made.
+Training requests come with the right response, held-out ones with what their answer is checked against.
 """
 
 import argparse
@@ -22,9 +21,9 @@ def main() -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    for drawn in samples(options.seed, options.count, options.split):
-        more = {"response": drawn.answer} if options.split == "train" else {"check": drawn.check}
-        print(json.dumps({"prompt": drawn.prompt} | more))
+    for one in samples(options.seed, options.count, options.split):
+        more = {"response": one.answer} if options.split == "train" else {"check": one.check}
+        print(json.dumps({"prompt": one.prompt} | more))
 
 
 if __name__ == "__main__":

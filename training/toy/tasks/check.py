@@ -1,8 +1,4 @@
-"""Whether what a model wrote answers the request.
-
-Knows: how to find the code or the final number in a text, and how to compare with the reference.
-Must not know: how requests and answers are worded.
-"""
+"""Whether what a model wrote answers the request: its code or final number, compared with the reference."""
 
 from __future__ import annotations
 

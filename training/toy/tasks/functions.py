@@ -1,67 +1,34 @@
-"""Requests for a function and their answers, composed from a source, one to three steps and a result.
-
-Knows: how operations fit together, how users frame a request, the one style of an answer.
-Must not know: what any single operation computes, which pairs are held out, how answers are checked.
-"""
-# ruff: noqa: E501 - a row of a table is one line
+"""Requests for a function and their answers, composed of a source, up to three steps and a result."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .operations import NUMBER_FILTERS, NUMBER_MAPS, SEQUENCE_STEPS, SORTS, Operation
-from .results import RESULTS
-from .sources import NOUNS, SOURCES, Source, argument_choices
-from .text_operations import CHARACTER_STEPS, PAIR_STEPS, RECORD_STEPS, WORD_STEPS
+from .operations import RESULT_BY_NAME, RESULTS, STEP_BY_NAME, STEPS, Operation
+from .sources import NOUNS, SOURCE_BY_NAME, SOURCES, Source, argument_choices
+from .wording import FRAMES, as_typed, chain, fenced, sentence, third_person
 
-STEPS = NUMBER_FILTERS + NUMBER_MAPS + SORTS + SEQUENCE_STEPS + WORD_STEPS + CHARACTER_STEPS + PAIR_STEPS + RECORD_STEPS
-STEP_BY_NAME = {row.name: row for row in STEPS}
-
-SLICES = ("slice", "stride")
 SOURCE_WEIGHTS = {"numbers": 20, "words": 12, "text": 7, "characters": 14, "range": 4}
 OTHER_WEIGHT = 3
 ORDER_WEIGHT = 3  # sorting is often asked for, and often refused by `sensible`
 COMMON, COMMON_WEIGHT = ("items", "count", "sum", "join_text"), 3
 
 # Steps and results that say nothing about single letters, or about numbers written as text.
-ONE_LETTER = ("longer_than", "shorter_than", "exactly_long", "palindromes", "reverse_each", "sort_by_length", "lengths", "ending", "containing",
-              "lacking", "longest", "shortest", "total_length", "length_map", "any_longer")  # fmt: skip
-UNFIT_AFTER = {
-    "initials": ONE_LETTER,
-    "finals": ONE_LETTER,
-    "to_text": ("starting", "ending", "containing", "lacking", "palindromes", "upper_words", "lower_words", "capitalize", "sort_words",
-                "sort_words_down", "initials", "finals", "longer_than", "shorter_than", "exactly_long"),
-}  # fmt: skip
+ONE_LETTER = (
+    "longer_than shorter_than exactly_long palindromes reverse_each sort_by_length lengths ending containing lacking "
+    "longest shortest total_length length_map any_longer"
+).split()
+DIGITS = (
+    "starting ending containing lacking palindromes upper_words lower_words capitalize sort_words sort_words_down "
+    "initials finals longer_than shorter_than exactly_long"
+).split()
+UNFIT_AFTER = {"initials": ONE_LETTER, "finals": ONE_LETTER, "to_text": DIGITS}
+SLICES = ("slice", "stride")
 NOT_ON_RANGE = ("sign", "absolute", "unique")  # 1 to n holds nothing to drop
 
-# {s} the source, {t} the chain in the third person, {b} the chain as an imperative, {n} the compact form.
-FRAMES_THIRD = (
-    "Write a function that takes {s}, {t}.", "Write a Python function that takes {s}, {t}.", "I need a function that takes {s}, {t}.",
-    "I need a Python function that takes {s}, {t}.", "Can you write a function that takes {s}, {t}?", "Please write a function that takes {s}, {t}.",
-    "Could you give me code that takes {s}, {t}?", "Create a function which takes {s}, {t}.", "Python function that takes {s}, {t}.",
-    "Give me a function that takes {s}, {t}.", "I want a function that takes {s}, {t}.", "Implement a Python function that takes {s}, {t}.",
-    "Help me write a function that takes {s}, {t}.", "Show me a function that takes {s}, {t}.", "Define a function that takes {s}, {t}.",
-    "Make a function that takes {s}, {t}, please.", "Can you help me with code that takes {s}, {t}?", "I am looking for a function that takes {s}, {t}.",
-)  # fmt: skip
-FRAMES_BASE = (
-    "Given {s}, {b}.", "Take {s}, {b}.", "Write a function to take {s}, {b}.", "Write Python code to take {s}, {b}.", "How do I take {s}, {b}?",
-    "Use Python to take {s}, {b}.", "I have {s}. {B}.", "Write code: given {s}, {b}.", "Please take {s}, {b}.", "In Python, take {s}, {b}.",
-    "My input is {s}. {B}.", "For {s}, {b}.", "Write a Python function. Given {s}, {b}.", "I want to take {s}, {b}.", "Can you take {s}, {b}?",
-)  # fmt: skip
-FRAMES_COMPACT = (
-    "Write a function that returns {n}.", "Write a Python function that returns {n}.", "I need a function that returns {n}.",
-    "Write a function for {n}.", "Give me {n}.", "How do I get {n}?", "How can I get {n} in Python?", "Can you write a function that finds {n}?",
-    "Return {n}.", "Please write code to find {n}.", "Python code for {n}.", "Write a function to get {n}.", "I want {n}.", "Function for {n}.",
-    "Create a function that gives {n}.", "Could you write Python code that returns {n}?",
-)  # fmt: skip
-FRAMES_VERB = (
-    "Write a function to {b}.", "Write a Python function to {b}.", "How do I {b}?", "How can I {b} in Python?", "{B}.", "Python function to {b}.",
-    "I need code to {b}.", "I need a function to {b}.", "Write a function that {t}.", "Can you write a function to {b}?", "Please {b}.",
-    "Give me a Python function that {t}.", "Could you help me {b}?", "Show me how to {b}.", "Code to {b}.", "I want to {b}.", "Create a function that {t}.",
-)  # fmt: skip
 VERBS = {
     "sum": ("sum", "add up", "total"),
     "count": ("count",),
@@ -70,7 +37,7 @@ VERBS = {
     "items": ("list", "get", "return", "collect", "find"),
 }
 JOINTS = (
-    ((", "), " and "),
+    (", ", " and "),
     (", ", ", and "),
     (", then ", " and "),
     (", ", " and then "),
@@ -81,25 +48,62 @@ JOINTS = (
 
 
 @dataclass(frozen=True)
+class Bound:
+    """An operation with its arguments, on a value of type `kind` that comes from `source`."""
+
+    row: Operation
+    arguments: tuple[Any, ...]
+    kind: str
+    source: Source
+
+    def fill(self, template: str, variable: str = "result") -> str:
+        """A template of the row with its arguments and the nouns of the type in place."""
+        item, items = NOUNS.get(self.kind, (self.source.item, self.source.items))
+        return template.format(*self.arguments, v=variable, item=item, items=items, label=self.source.label)
+
+
+@dataclass(frozen=True)
 class Pipeline:
-    """The meaning of a request: a source, bound steps, a bound result."""
+    """The meaning of a request: a source, steps and a result."""
 
     source: Source
-    steps: tuple[tuple[Operation, tuple[Any, ...]], ...]
-    result: tuple[Operation, tuple[Any, ...]]
+    steps: list[Bound]
+    result: Bound
+
+    @property
+    def rows(self) -> list[Bound]:
+        """The steps and the result."""
+        return [*self.steps, self.result]
 
     @property
     def operations(self) -> tuple[str, ...]:
-        return (*(step.name for step, _ in self.steps), self.result[0].name)
+        """Names of the steps and of the result."""
+        return tuple(bound.row.name for bound in self.rows)
 
     def check(self) -> dict[str, Any]:
-        """What the checker needs to rebuild the reference, as plain data."""
-        return {
-            "kind": "function",
-            "source": self.source.name,
-            "steps": [[step.name, *arguments] for step, arguments in self.steps],
-            "result": [self.result[0].name, *self.result[1]],
-        }
+        """What :func:`from_check` needs to make this pipeline again, as plain data."""
+        *steps, result = ([bound.row.name, *bound.arguments] for bound in self.rows)
+        return {"kind": "function", "source": self.source.name, "steps": steps, "result": result}
+
+
+def bind(source: Source, operations: Sequence[tuple[Operation, Sequence[Any]]]) -> Pipeline:
+    """A pipeline of these operations, the last of which is its result."""
+    bound, kind = [], source.gives
+    for row, arguments in operations:
+        bound.append(Bound(row, tuple(arguments), kind, source))
+        kind = row.after_type(kind)
+    return Pipeline(source, bound[:-1], bound[-1])
+
+
+def from_check(check: dict[str, Any]) -> Pipeline:
+    """The pipeline of :meth:`Pipeline.check`. Raises ``KeyError`` for an operation or argument that does not exist."""
+    source = SOURCE_BY_NAME[check["source"]]
+    operations = [(STEP_BY_NAME[name], arguments) for name, *arguments in check["steps"]]
+    operations.append((RESULT_BY_NAME[check["result"][0]], check["result"][1:]))
+    for row, arguments in operations:
+        if tuple(arguments) not in argument_choices(row.arguments, source):
+            raise KeyError(f"{row.name} of {source.name} takes no {arguments}")
+    return bind(source, operations)
 
 
 def sensible(steps: Sequence[Operation], result: Operation) -> bool:
@@ -124,12 +128,7 @@ def next_steps(kind: str, source: Source) -> list[Operation]:
     return [row for row in fitting if argument_choices(row.arguments, source)]
 
 
-def following(kind: str, step: Operation) -> str:
-    """The type after the step."""
-    return kind if step.gives == "same" else step.gives
-
-
-def draw_pipeline(rng: random.Random, length: int) -> Pipeline:
+def random_pipeline(rng: random.Random, length: int) -> Pipeline:
     """A random pipeline with this many steps."""
     weights = [SOURCE_WEIGHTS.get(source.name, OTHER_WEIGHT) for source in SOURCES]
     while True:
@@ -140,172 +139,119 @@ def draw_pipeline(rng: random.Random, length: int) -> Pipeline:
             fitting = next_steps(kind, source)
             step = rng.choices(fitting, [ORDER_WEIGHT if row.group == "order" else 1 for row in fitting])[0]
             steps.append(step)
-            kind = following(kind, step)
+            kind = step.after_type(kind)
         results = [row for row in RESULTS if kind in row.takes]
         result = rng.choices(results, [COMMON_WEIGHT if row.name in COMMON else 1 for row in results])[0]
-        if not sensible(steps, result):
-            continue
-        bound = [(row, rng.choice(argument_choices(row.arguments, source))) for row in (*steps, result)]
-        return Pipeline(source, tuple(bound[:-1]), bound[-1])
+        if sensible(steps, result):
+            rows = (*steps, result)
+            return bind(source, [(row, rng.choice(argument_choices(row.arguments, source))) for row in rows])
 
 
-def types_along(pipeline: Pipeline) -> Iterator[str]:
-    """The type before each step, then before the result."""
-    kind = pipeline.source.gives
-    yield kind
-    for step, _ in pipeline.steps:
-        kind = following(kind, step)
-        yield kind
-
-
-def fill(template: str, source: Source, kind: str, arguments: tuple[Any, ...], variable: str = "result") -> str:
-    """A template of a row with its arguments and the nouns of the type in place."""
-    item, items = NOUNS.get(kind, (source.item, source.items))
-    return template.format(*arguments, v=variable, item=item, items=items, label=source.label)
-
-
-def third_person(phrase: str) -> str:
-    """The imperative with its verb in the third person: "multiply each" gives "multiplies each"."""
-    verb, _, rest = phrase.partition(" ")
-    if verb.endswith("y") and verb[-2] not in "aeiou":
-        verb = verb[:-1] + "ies"
-    else:
-        verb += "es" if verb.endswith(("s", "sh", "ch", "x", "z")) else "s"
-    return f"{verb} {rest}" if rest else verb
-
-
-def third_person_all(phrase: str) -> str:
-    """The same for the one kind of phrase with two verbs, "divide each number and drop the remainder"."""
-    return third_person(phrase).replace(" and drop ", " and drops ")
-
-
-def chain(phrases: Sequence[str], between: str = ", ", last: str = " and ") -> str:
-    """The phrases as one sentence part."""
-    return between.join(phrases[:-1]) + last + phrases[-1] if len(phrases) > 1 else phrases[0]
-
-
-def sentence(text: str) -> str:
-    """The text with a capital first letter."""
-    return text[:1].upper() + text[1:]
-
-
-def canonical_phrases(pipeline: Pipeline) -> list[str]:
-    """The imperative of every step and of the result, in the answer's own words."""
-    rows = (*pipeline.steps, pipeline.result)
-    return [
-        fill(row.phrasings[0], pipeline.source, kind, arguments)
-        for (row, arguments), kind in zip(rows, types_along(pipeline), strict=True)
-    ]
-
-
-def function_name(pipeline: Pipeline) -> str:
-    """The result, the steps from last to first, the parameter: `sum_squared_even_numbers`."""
-    parts = [fill(row.part, pipeline.source, "numbers", arguments) for row, arguments in reversed(pipeline.steps)]
-    noun = NOUNS[pipeline.source.gives][1] if pipeline.source.opening else pipeline.source.parameter
-    return "_".join([pipeline.result[0].part, *parts, noun])
-
-
-def answer(pipeline: Pipeline) -> str:
-    """The one canonical answer."""
-    source = pipeline.source
-    phrases = canonical_phrases(pipeline)
+def code(pipeline: Pipeline) -> str:
+    """The one canonical function, named by its result, its steps from last to first, and its parameter."""
+    source, variable = pipeline.source, pipeline.source.parameter
+    phrases = [bound.fill(bound.row.asked[0]) for bound in pipeline.rows]
     opening = [source.opening_text] if source.opening else []
-    lines = [f"def {function_name(pipeline)}({source.parameter}):", f'    """{sentence(chain(opening + phrases))}."""']
-    variable = source.parameter
+    noun = NOUNS[source.gives][1] if source.opening else source.parameter
+    parts = [bound.fill(bound.row.part) for bound in reversed(pipeline.steps)]
+    name = "_".join([pipeline.result.row.part, *parts, noun])
+    lines = [f"def {name}({source.parameter}):", f'    """{sentence(chain(opening + phrases))}."""']
     if source.opening:
         lines += [f"    # {sentence(source.opening_text)}.", f"    result = {source.opening}"]
         variable = "result"
-    kinds = list(types_along(pipeline))
-    for (step, arguments), kind, phrase in zip(pipeline.steps, kinds, phrases, strict=False):
-        lines += [f"    # {sentence(phrase)}.", f"    result = {fill(step.code, source, kind, arguments, variable)}"]
+    for bound, phrase in zip(pipeline.steps, phrases, strict=False):
+        lines += [f"    # {sentence(phrase)}.", f"    result = {bound.fill(bound.row.code, variable)}"]
         variable = "result"
-    row, arguments = pipeline.result
-    code = fill(row.code, source, kinds[-1], arguments, variable).split("\n")
+    last = pipeline.result.fill(pipeline.result.row.code, variable).split("\n")
     lines += [f"    # {sentence(phrases[-1])}."]
-    lines += [f"    {line}" for line in code] if len(code) > 1 else [f"    return {code[0]}"]
-    does = chain([third_person_all(phrase) for phrase in opening + phrases])
-    closing = f"The function {does}. If nothing is left, it returns {row.empty}."
-    return "```python\n" + "\n".join(lines) + "\n```\n" + closing
+    lines += [f"    {line}" for line in last] if len(last) > 1 else [f"    return {last[0]}"]
+    return "\n".join(lines)
 
 
-def compact_form(pipeline: Pipeline, rng: random.Random) -> tuple[str, str] | None:
-    """ "the squares of the even numbers in a list" and ", sorted ...", where word order leaves no doubt, else None.
-
-    At most one filter before the noun, one after it, one map around it, in that order; an ordering only at the end.
-    """
-    result, result_arguments = pipeline.result
-    source = pipeline.source
-    if not (result.noun and source.within) or result_arguments:
-        return None
-    stage, before, after, noun, tail = 0, "", "", "", ""
-    for (step, arguments), kind in zip(pipeline.steps, types_along(pipeline), strict=False):
-        if step.before and stage < 1:
-            stage, before = 1, step.before + " "
-        elif step.after and step.group != "order" and stage < 2:
-            stage, after = 2, " " + fill(step.after, source, kind, arguments)
-        elif step.noun and stage < 3:
-            stage, noun = 3, fill(step.noun, source, kind, arguments) + " "
-        elif step.after and step.group == "order" and stage < 4 and result.name == "items":
-            stage, tail = 4, ", " + fill(step.after, source, kind, arguments)
-        else:
-            return None
-    items = fill("{items}", source, source.gives, ())
-    core = f"{before}{items}{after} {rng.choice(source.within)}"
-    return noun + "the " + core, tail
-
-
-def direct_form(pipeline: Pipeline, rng: random.Random) -> str | None:
-    """ "double each number in a list" for a single step whose result is the list, else None."""
-    if len(pipeline.steps) != 1 or pipeline.result[0].name != "items" or not pipeline.source.within:
-        return None
-    (step, arguments), kind = pipeline.steps[0], pipeline.source.gives
-    fitting = [text for text in step.phrasings if "number" in text or "word" in text or "{item" in text]
-    if step.group == "order" or not fitting:
-        return None
-    return f"{fill(rng.choice(fitting), pipeline.source, kind, arguments)} {rng.choice(pipeline.source.within)}"
-
-
-def framed_verb(phrase: str, rng: random.Random) -> str:
-    """The imperative in a frame that needs no source."""
-    return rng.choice(FRAMES_VERB).format(b=phrase, B=sentence(phrase), t=third_person_all(phrase))
+def answer(pipeline: Pipeline) -> str:
+    """The one canonical answer: the function, and what it does."""
+    opening = [pipeline.source.opening_text] if pipeline.source.opening else []
+    phrases = opening + [bound.fill(bound.row.asked[0]) for bound in pipeline.rows]
+    does = chain([third_person(phrase) for phrase in phrases])
+    return fenced(code(pipeline), f"The function {does}. If nothing is left, it returns {pipeline.result.row.empty}.")
 
 
 def request(pipeline: Pipeline, rng: random.Random) -> str:
     """One of the many ways to ask for the pipeline."""
-    source = pipeline.source
-    compact = compact_form(pipeline, rng)
-    direct = direct_form(pipeline, rng)
+    compact = _compact_form(pipeline, rng)
+    direct = _direct_form(pipeline, rng)
     if direct and rng.random() < 0.4:
-        text = framed_verb(direct, rng)
+        text = _framed_verb(direct, rng)
     elif compact and rng.random() < 0.65:
-        what, tail = compact
-        row = pipeline.result[0]
-        if row.name in VERBS and rng.random() < 0.5:
-            text = framed_verb(f"{rng.choice(VERBS[row.name])} {what}{tail}", rng)
-        else:
-            if row.name == "count":
-                what = what.removeprefix("the ")
-            text = rng.choice(FRAMES_COMPACT).format(n=row.noun.format(x=what) + tail)
+        text = _framed_compact(pipeline, *compact, rng)
     else:
-        rows = (*pipeline.steps, pipeline.result)
-        phrases = [rng.choice(source.opening_requests)] if source.opening_requests else []
-        phrases += [
-            fill(rng.choice(row.phrasings), source, kind, arguments)
-            for (row, arguments), kind in zip(rows, types_along(pipeline), strict=True)
-        ]
-        between, last = rng.choice(JOINTS)
-        described = rng.choice(source.described)
-        if rng.random() < 0.55:
-            joined = chain([third_person_all(phrase) for phrase in phrases], between, last)
-            if len(phrases) == 1:
-                text = rng.choice(FRAMES_THIRD).replace("{s}, {t}", "{s} and {t}").format(s=described, t=joined)
-            else:
-                text = rng.choice(FRAMES_THIRD).format(s=described, t=joined)
+        text = _framed_steps(pipeline, rng)
+    return as_typed(text, rng)
+
+
+def _compact_form(pipeline: Pipeline, rng: random.Random) -> tuple[str, str] | None:
+    """ "the squares of the even numbers in a list" and ", sorted ...", where word order leaves no doubt, else None.
+
+    At most one filter before the noun, one after it, one map around it, in that order; an ordering only at the end.
+    """
+    result, source = pipeline.result, pipeline.source
+    if not (result.row.noun and source.within) or result.arguments:
+        return None
+    stage, before, after, noun, tail = 0, "", "", "", ""
+    for bound in pipeline.steps:
+        row = bound.row
+        if row.before and stage < 1:
+            stage, before = 1, row.before + " "
+        elif row.after and row.group != "order" and stage < 2:
+            stage, after = 2, " " + bound.fill(row.after)
+        elif row.noun and stage < 3:
+            stage, noun = 3, bound.fill(row.noun) + " "
+        elif row.after and row.group == "order" and stage < 4 and result.row.name == "items":
+            stage, tail = 4, ", " + bound.fill(row.after)
         else:
-            joined = chain(phrases, between, last)
-            text = rng.choice(FRAMES_BASE).format(s=described, b=joined, B=sentence(joined))
-    if rng.random() < 0.2 and not text.startswith(("I ", "Python")):
-        text = text[:1].lower() + text[1:]
-    if rng.random() < 0.2:
-        text = text.rstrip(".?")
-    return text
+            return None
+    items = NOUNS[source.gives][1] if source.gives in NOUNS else source.items
+    return f"{noun}the {before}{items}{after} {rng.choice(source.within)}", tail
+
+
+def _direct_form(pipeline: Pipeline, rng: random.Random) -> str | None:
+    """ "double each number in a list" for a single step whose result is the list, else None."""
+    if len(pipeline.steps) != 1 or pipeline.result.row.name != "items" or not pipeline.source.within:
+        return None
+    step = pipeline.steps[0]
+    fitting = [text for text in step.row.asked if "number" in text or "word" in text or "{item" in text]
+    if step.row.group == "order" or not fitting:
+        return None
+    return f"{step.fill(rng.choice(fitting))} {rng.choice(pipeline.source.within)}"
+
+
+def _framed_verb(phrase: str, rng: random.Random) -> str:
+    """The imperative in a frame that needs no source."""
+    return rng.choice(FRAMES["verb"]).format(b=phrase, B=sentence(phrase), t=third_person(phrase))
+
+
+def _framed_compact(pipeline: Pipeline, what: str, tail: str, rng: random.Random) -> str:
+    """The compact form in a frame for verbs or for nouns."""
+    row = pipeline.result.row
+    if row.name in VERBS and rng.random() < 0.5:
+        return _framed_verb(f"{rng.choice(VERBS[row.name])} {what}{tail}", rng)
+    if row.name == "count":
+        what = what.removeprefix("the ")
+    return rng.choice(FRAMES["compact"]).format(n=row.noun.format(x=what) + tail)
+
+
+def _framed_steps(pipeline: Pipeline, rng: random.Random) -> str:
+    """All steps and the result, one after another."""
+    source = pipeline.source
+    phrases = [rng.choice(source.opening_requests)] if source.opening_requests else []
+    phrases += [bound.fill(rng.choice(bound.row.asked)) for bound in pipeline.rows]
+    between, last = rng.choice(JOINTS)
+    described = rng.choice(source.described)
+    if rng.random() < 0.55:
+        joined = chain([third_person(phrase) for phrase in phrases], between, last)
+        frame = rng.choice(FRAMES["third"])
+        if len(phrases) == 1:
+            frame = frame.replace("{s}, {t}", "{s} and {t}")
+        return frame.format(s=described, t=joined)
+    joined = chain(phrases, between, last)
+    return rng.choice(FRAMES["base"]).format(s=described, b=joined, B=sentence(joined))

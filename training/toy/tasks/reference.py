@@ -1,7 +1,4 @@
-"""What a request's answer must compute, from the plain data of its check.
-
-Knows: the reference callables of every operation. Must not know: texts, the answer under test.
-"""
+"""What an answer must compute: the canonical function of a check, and inputs that tell it from others."""
 
 from __future__ import annotations
 
@@ -9,46 +6,31 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from .functions import STEP_BY_NAME
+from .functions import code, from_check
 from .known import KNOWN_BY_NAME, random_arguments
-from .results import RESULT_BY_NAME
-from .sources import SOURCE_BY_NAME, random_input
+from .sources import SOURCE_BY_NAME, random_input, smallest_input
 
-_DRAWN_PER_INPUT = 8
+TRIED_PER_INPUT = 8
 
 
 def reference(check: dict[str, Any]) -> Callable[..., Any]:
-    """The function that the request describes."""
-    if check["kind"] == "known":
-        return KNOWN_BY_NAME[check["name"]].apply
-    source = SOURCE_BY_NAME[check["source"]]
-    steps = [(STEP_BY_NAME[name].apply, arguments) for name, *arguments in check["steps"]]
-    result, *result_arguments = check["result"]
-
-    def apply(value: Any) -> Any:
-        if source.name == "range":
-            value = list(range(1, value + 1))
-        elif source.name == "text":
-            value = value.split()
-        elif source.name == "characters":
-            value = list(value)
-        for step, arguments in steps:
-            value = step(value, *arguments)
-        return RESULT_BY_NAME[result].apply(value, *result_arguments)
-
-    return apply
+    """The function that the request describes. Raises ``KeyError`` for a check of no known request."""
+    source = KNOWN_BY_NAME[check["name"]].code if check["kind"] == "known" else code(from_check(check))
+    names: dict[str, Any] = {}
+    exec(source, names)  # our own code: a check only chooses among known operations and arguments
+    return names[source[len("def ") : source.index("(")]]
 
 
 def telling_inputs(check: dict[str, Any], number: int) -> list[list[Any]]:
     """Argument lists to try, always the same for the same check; the first one is empty or smallest.
 
-    Many filters leave nothing of a random input, and then any code looks right. So more inputs are drawn than
-    asked for, and those come first for which the reference gives a new answer.
+    Many filters leave nothing of a random input, and then any code looks right. So more inputs are made than asked
+    for, and those come first for which the reference gives a new answer.
     """
     expected = reference(check)
     told: dict[str, list[Any]] = {}
     rest = []
-    for arguments in _random_inputs(check, _DRAWN_PER_INPUT * number):
+    for arguments in _random_inputs(check, TRIED_PER_INPUT * number):
         answer = repr(expected(*arguments))
         if answer in told:
             rest.append(arguments)
@@ -65,6 +47,4 @@ def _random_inputs(check: dict[str, Any], number: int) -> list[list[Any]]:
         smallest: list[Any] = ["" if kind == "text" else 0 for kind in row.inputs]
         return [smallest] + [random_arguments(row, rng) for _ in range(number - 1)]
     source = SOURCE_BY_NAME[check["source"]]
-    empty: dict[str, Any] = {"range": 0, "text": "", "characters": ""}
-    first: Any = empty.get(source.name, {} if source.gives == "pairs" else [])
-    return [[first]] + [[random_input(source, rng)] for _ in range(number - 1)]
+    return [[smallest_input(source)]] + [[random_input(source, rng)] for _ in range(number - 1)]

@@ -1,8 +1,5 @@
 """Run untrusted functions where they can neither hang nor hurt.
 
-Knows: a small list of allowed syntax, one child process with limits, a clock.
-Must not know: what the functions should compute.
-
 Two walls: the syntax list refuses imports, underscored names and unknown methods before anything runs;
 the child has few builtins, little memory, no open files and a limit on time.
 """

@@ -1,35 +1,18 @@
-"""Where a pipeline starts: the parameter of the function, how users describe it, random inputs for tests.
-
-Knows: types, parameter names and argument ranges. Must not know: operations, framing, splits.
-"""
-# ruff: noqa: E501 - a row of a table is one line
+"""Where a pipeline starts: the function's parameter, the arguments that suit it, and random inputs for tests."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-NAMES = (
-    "Ada",
-    "Ben",
-    "Clara",
-    "David",
-    "Emma",
-    "Finn",
-    "Grace",
-    "Hugo",
-    "Ivy",
-    "Jack",
-    "Kate",
-    "Leo",
-    "Mia",
-    "Noah",
-    "Olga",
-    "Paul",
-)
-WORDS = ("apple", "Banana", "cat", "level", "noon", "river", "Stone", "tea", "yellow", "dog", "civic", "moon", "green", "sky", "an",
-         "elephant", "sun", "garden", "Queen", "ox", "kite", "jam", "vivid", "umbrella", "zoo", "window", "rotor", "hat", "deed", "paper")  # fmt: skip
+from .tables import table
+
+NAMES = "Ada Ben Clara David Emma Finn Grace Hugo Ivy Jack Kate Leo Mia Noah Olga Paul".split()
+WORDS = (
+    "apple Banana cat level noon river Stone tea yellow dog civic moon green sky an elephant sun garden Queen ox "
+    "kite jam vivid umbrella zoo window rotor hat deed paper"
+).split()
 LETTERS = "abcdefghiklmnoprstw"
 NOUNS = {
     "numbers": ("number", "numbers"),
@@ -37,89 +20,68 @@ NOUNS = {
     "characters": ("character", "characters"),
     "pairs": ("entry", "entries"),
 }
+RANGES = {
+    "threshold": (2, 20),
+    "divisor": (3, 9),
+    "digit": (0, 9),
+    "factor": (4, 10),
+    "amount": (1, 10),
+    "few": (2, 5),
+    "size": (2, 7),
+}
+"""Smallest and largest number, by the kind of an operation's argument."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One kind of input. `opening` is the code that turns it into `gives`, "" when it already is.
+    """One kind of input. `opening` is the code that turns it into `gives`, "" where it already is that.
 
-    `within` completes the compact form ("the sum of the even numbers in a list").
-    `fields` belong to records: the label first, then number fields with their range, then text fields.
+    `within` completes the compact form ("the sum of the even numbers in a list"). `label` (the first field),
+    `number_fields` with their ranges and `text_fields` with their values belong to records.
     """
 
     name: str
     gives: str
     parameter: str
-    described: tuple[str, ...]
-    within: tuple[str, ...]
+    described: list[str]
+    within: list[str] = field(default_factory=list)
     opening: str = ""
     opening_text: str = ""
-    opening_requests: tuple[str, ...] = ()
+    opening_requests: list[str] = field(default_factory=list)
     item: str = ""
     items: str = ""
     label: str = ""
-    number_fields: tuple[tuple[str, int, int], ...] = ()
-    text_fields: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    number_fields: list[tuple[str, int, int]] = field(default_factory=list)
+    text_fields: list[tuple[str, list[str]]] = field(default_factory=list)
 
 
-SOURCES = (
-    Source("numbers", "numbers", "numbers", ("a list of numbers", "a list of integers", "some numbers", "a list of whole numbers", "numbers in a list"),
-           ("in a list", "in a list of numbers", "of a list of numbers", "in a given list")),
-    Source("range", "numbers", "n", ("the numbers from 1 to n", "all numbers from 1 to n", "the integers from 1 to n", "the numbers 1 to n"),
-           ("from 1 to n", "between 1 and n"), "list(range(1, n + 1))", "take the numbers from 1 to n"),
-    Source("words", "words", "words", ("a list of words", "a list of strings", "some words", "words in a list"),
-           ("in a list", "in a list of words", "of a list of words", "in a given list")),
-    Source("text", "words", "text", ("a text", "a sentence", "a string"),
-           ("in a text", "in a sentence", "of a text", "of a sentence"), "text.split()", "split the text into words", ("split it into words", "split the text into words", "take its words")),
-    Source("characters", "characters", "text", ("a string", "a text", "the characters of a string", "a string of characters"), (),
-           "list(text)", "split the text into characters"),
-    Source("scores", "pairs", "scores", ("a dictionary of scores", "a dictionary from names to scores", "a dict of names and scores"), ()),
-    Source("ages", "pairs", "ages", ("a dictionary of ages", "a dictionary from names to ages", "a dict of names and ages"), ()),
-    Source("prices", "pairs", "prices", ("a dictionary of prices", "a dictionary from names to prices", "a dict of names and prices"), ()),
-    Source("people", "records", "people", ("a list of people", "a list of people with name, age and city", "people with a name, an age and a city"),
-           ("in a list", "in a list of people"), item="person", items="people", label="name", number_fields=(("age", 5, 80),),
-           text_fields=(("city", ("Paris", "Rome", "London", "Oslo", "Madrid", "Berlin")),)),
-    Source("products", "records", "products", ("a list of products", "a list of products with name, price and stock", "products with a name, a price and a stock"),
-           ("in a list", "in a list of products"), item="product", items="products", label="name", number_fields=(("price", 2, 90), ("stock", 1, 50))),
-    Source("books", "records", "books", ("a list of books", "a list of books with title, pages and year", "books with a title, pages and a year"),
-           ("in a list", "in a list of books"), item="book", items="books", label="title", number_fields=(("pages", 50, 600), ("year", 1950, 2020))),
-    Source("students", "records", "students", ("a list of students", "a list of students with name, grade and class", "students with a name, a grade and a class"),
-           ("in a list", "in a list of students"), item="student", items="students", label="name", number_fields=(("grade", 1, 20),),
-           text_fields=(("class", ("A", "B", "C", "D")),)),
-    Source("cities", "records", "cities", ("a list of cities", "a list of cities with name, size and country", "cities with a name, a size and a country"),
-           ("in a list", "in a list of cities"), item="city", items="cities", label="name", number_fields=(("size", 10, 90),),
-           text_fields=(("country", ("Italy", "France", "Spain", "Norway", "Japan")),)),
-)  # fmt: skip
+SOURCES = [Source(**row) for row in table("sources")]
 SOURCE_BY_NAME = {source.name: source for source in SOURCES}
 
 
 def argument_choices(kind: str, source: Source) -> list[tuple[Any, ...]]:
-    """Every argument tuple an operation of this argument kind can take on this source."""
-    ranges = {
-        "threshold": (2, 20),
-        "divisor": (3, 9),
-        "digit": (0, 9),
-        "factor": (4, 10),
-        "amount": (1, 10),
-        "few": (2, 5),
-        "size": (2, 7),
-    }
-    if kind in ranges:
-        low, high = ranges[kind]
+    """Every argument tuple that an operation with this kind of arguments can take on this source."""
+    if kind in RANGES:
+        low, high = RANGES[kind]
         return [(value,) for value in range(low, high + 1)]
     if kind == "letter":
         return [(letter,) for letter in LETTERS]
     if kind == "capital":
         return [(letter.upper(),) for letter in LETTERS]
     if kind == "mark":
-        return [(mark,) for mark in ("!", "?", ".", "-", "*", "#", "x", "s")]
+        return [(mark,) for mark in "!?.-*#xs"]
     if kind == "field":
-        return [(field,) for field, _, _ in source.number_fields]
+        return [(name,) for name, _, _ in source.number_fields]
     if kind == "field number":
-        return [(field, value) for field, low, high in source.number_fields for value in range(low, high + 1)
-                if high - low < 100 or value % 10 == 0]  # fmt: skip
+        every = {name: 10 if high - low >= 100 else 1 for name, low, high in source.number_fields}
+        return [
+            (name, value)
+            for name, low, high in source.number_fields
+            for value in range(low, high + 1)
+            if value % every[name] == 0
+        ]
     if kind == "field text":
-        return [(field, value) for field, values in source.text_fields for value in values]
+        return [(name, value) for name, values in source.text_fields for value in values]
     return [()]
 
 
@@ -145,3 +107,12 @@ def random_input(source: Source, rng: random.Random) -> Any:
         | {field: rng.choice(values) for field, values in source.text_fields}
         for name in names
     ]
+
+
+def smallest_input(source: Source) -> Any:
+    """The input that holds nothing."""
+    if source.name == "range":
+        return 0
+    if source.parameter == "text":
+        return ""
+    return {} if source.gives == "pairs" else []

@@ -1,7 +1,4 @@
-"""The heldout split: by combination of operations, never by numbers or wording.
-
-Knows: a stable hash of an unordered pair of operation names. Must not know: what operations do.
-"""
+"""The held-out split: by combination of operations, never by numbers or wording."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``dflash import``: a GGUF file of llama.cpp as a target.
-
-Knows options and what to print. Must not know the file format. Mounted by ``cli``.
-"""
+"""``dflash import``: a GGUF file of llama.cpp as a target."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,10 +19,10 @@ def import_(
 ) -> None:
     """Make a target of a GGUF file: weights, config, tokenizer, chat template.
 
-    For LLaMA and Qwen models (llama, qwen2, qwen3) in F32, F16, BF16, Q4_0,
-    Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K, which stay packed, and Q6_K, which
-    becomes float16. On a CPU, where packed weights are slow, take --dtype
-    float32.
+    For LLaMA and Qwen models (llama, qwen2, qwen3); needs the extra "gguf".
+    Weights in Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K stay packed, those
+    in llama.cpp's other quantizations become float16. On a CPU, where packed
+    weights are slow, use --dtype float32.
 
     Examples:
 

@@ -1,55 +1,38 @@
-"""A GGUF file of llama.cpp: its metadata, and its tensors as MLX arrays.
+"""A GGUF file of llama.cpp, read by its own package ``gguf``: metadata, and tensors as MLX arrays.
 
-Knows the file's format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Must not know what a block of a
-quantisation holds, architectures, mlx-lm's names or tokenizers.
+Where a quantisation has what MLX's has, a scale and a bias for every 32 weights, the weights stay packed, and the same.
+All others become plain numbers.
+
+Shapes: R rows, N blocks, W weights, G groups of 32 weights.
 """
 
-import math
-import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ..core.errors import CheckpointError, one_line
-from .gguf_blocks import BLOCK_TYPES
+from ..core.errors import CheckpointError, install_extra, one_line
 
-_VERSIONS = (2, 3)
-_NUMBERS = dict(enumerate("B b H h I i f ?".split())) | {10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+GROUP_SIZE = 32
+"""Weights that share a scale and a bias where they stay packed."""
 
-_TENSOR_TYPES = dict(
-    enumerate(
-        "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S "
-        "IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 "
-        "IQ4_NL_4_8 IQ4_NL_8_8 MXFP4".split()
-    )
-)
 _CHUNK = 2**22
-"""Weights decoded at a time, so that the work needs little memory beside them."""
+"""Weights converted at a time, which bounds the memory needed."""
 
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """How a tensor is stored: its quantisation, such as ``Q4_1``, its shape, and its place after the head."""
-
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
+_PLAIN = {"F32": mx.float32, "BF16": mx.bfloat16}
+"""What plain numbers are stored as; anything else becomes float16."""
 
 
 @dataclass(frozen=True)
 class GGUF:
-    """Metadata by key, as Python values, and how every tensor is stored; ``data`` is where tensors begin."""
+    """Metadata by key, as Python values, and the tensors by name, as ``gguf.GGUFReader`` has them."""
 
     path: Path
     metadata: dict[str, Any]
-    infos: dict[str, TensorInfo]
-    data: int = 0
+    stored: dict[str, Any]
 
     def require(self, key: str, kind: type = object) -> Any:
         """A value of the metadata. Raises ``CheckpointError`` if it is not there."""
@@ -58,106 +41,127 @@ class GGUF:
             raise CheckpointError(f"{self.path} has no {key} in its metadata; convert or download the model again.")
         return value
 
-    def tensors(self) -> dict[str, mx.array]:
+    def matrix_kinds(self) -> set[str]:
+        """How matrices are stored, such as ``F16`` and ``Q4_K``."""
+        return {tensor.tensor_type.name for tensor in self.stored.values() if len(tensor.shape) > 1}
+
+    def tensors(self, dtype: mx.Dtype | None = None) -> dict[str, mx.array]:
         """Every tensor by name; a packed one as mlx-lm has it: ``weight``, ``scales`` and ``biases``.
 
-        Raises ``CheckpointError`` for a quantisation that is not known, or a file that ends early.
+        With ``dtype`` no tensor is packed, and matrices have that type. Raises ``CheckpointError`` for a quantisation
+        that the package ``gguf`` cannot decode.
         """
-        unread = {name: info.kind for name, info in self.infos.items() if info.kind not in BLOCK_TYPES}
-        if unread:
-            name, kind = next(iter(unread.items()))
-            raise CheckpointError(
-                f"{self.path} holds {len(unread)} tensors in {', '.join(sorted(set(unread.values())))} (the first is "
-                f"{name} in {kind}); expected {', '.join(BLOCK_TYPES)}. Choose another file of the model, such as the "
-                "one in Q8_0 or Q4_K_M."
-            )
         arrays: dict[str, mx.array] = {}
-        stored = np.memmap(self.path, np.uint8, "r")
-        for name, info in self.infos.items():
-            arrays |= self._tensor(name, info, stored)
+        # Plain ones first, as in earlier versions: the order in which MLX writes tensors depends on it.
+        for name, tensor in sorted(self.stored.items(), key=lambda item: item[1].tensor_type.name in _LAYOUTS):
+            kind = tensor.tensor_type.name
+            try:
+                if dtype is None and kind in _LAYOUTS:
+                    arrays |= _packed(name.removesuffix(".weight"), tensor)
+                else:
+                    floats = dtype if dtype and len(tensor.shape) > 1 else _PLAIN.get(kind, mx.float16)
+                    parts = [mx.array(_decoded(rows, kind)).astype(floats) for rows in _chunks(tensor)]
+                    arrays[name] = _joined(parts).reshape(*reversed(tensor.shape.tolist()))
+            except NotImplementedError as error:
+                raise CheckpointError(f"{self.path} holds {name} in {kind}: {one_line(error)}.") from error
         return arrays
-
-    def _tensor(self, name: str, info: TensorInfo, stored: np.ndarray) -> dict[str, mx.array]:
-        of, count, start = BLOCK_TYPES[info.kind], math.prod(info.shape), self.data + info.offset
-        size = count // of.weights * of.size
-        if start + size > len(stored):
-            raise CheckpointError(f"{self.path} is truncated: it ends within {name}; download it again.")
-        blocks = stored[start : start + size].reshape(-1, of.size)
-        step = _CHUNK // of.weights
-        parts = [of.read(np.asarray(blocks[i : i + step])) for i in range(0, len(blocks), step)]
-        if of.bits:
-            fields = {
-                f"{name.removesuffix('.weight')}.weight": [part.words() for part in parts],
-                f"{name.removesuffix('.weight')}.scales": [part.scale for part in parts],
-                f"{name.removesuffix('.weight')}.biases": [part.bias for part in parts],
-            }
-            return {field: _joined(arrays, info.shape[:-1], mx.float32) for field, arrays in fields.items()}
-        return {name: _joined(parts, info.shape[:-1], _PLAIN.get(info.kind, mx.float16))}
-
-
-_PLAIN = {"F32": mx.float32, "BF16": mx.bfloat16}
-
-
-def _joined(parts: Sequence[np.ndarray], rows: tuple[int, ...], floats: mx.Dtype) -> mx.array:
-    """Parts end to end as an array of so many ``rows``; numbers that are no integers as ``floats``."""
-    arrays = [mx.array(part.reshape(-1)) for part in parts]
-    arrays = [array.astype(floats) if array.dtype == mx.float32 else array for array in arrays]
-    mx.eval(arrays)
-    return mx.concatenate(arrays).reshape(*rows, -1)
 
 
 def read_gguf(path: Path) -> GGUF:
-    """The head of a GGUF file. Raises ``CheckpointError`` if it is not one, or damaged."""
+    """Metadata and places of tensors of a GGUF file. Raises ``CheckpointError`` if it is not one, or damaged."""
     if not path.is_file():
         raise CheckpointError(f"There is no file {str(path)!r}; expected a GGUF file of llama.cpp.")
-    with path.open("rb") as file, _complaining(path):
-        magic, version = _unpack(file, "4sI")
-        if magic != b"GGUF" or version not in _VERSIONS:
-            raise CheckpointError(
-                f"{path} is not a GGUF file of version 2 or 3"
-                + (f" but of version {version}." if magic == b"GGUF" else ".")
-            )
-        tensors, values = _unpack(file, "QQ")
-        metadata = {_string(file): _value(file, *_unpack(file, "I")) for _ in range(values)}
-        infos = dict(_tensor_infos(file, tensors))
-        alignment = metadata.get("general.alignment", 32)
-        return GGUF(path, metadata, infos, -(-file.tell() // alignment) * alignment)
-
-
-@contextmanager
-def _complaining(path: Path) -> Iterator[None]:
     try:
-        yield
-    except (struct.error, KeyError, UnicodeDecodeError, MemoryError, OverflowError) as error:
-        raise CheckpointError(f"{path} is damaged or truncated: {one_line(error)}; download it again.") from error
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise CheckpointError(f"GGUF files need llama.cpp's package gguf; {install_extra('gguf')}.") from error
+    try:
+        reader = GGUFReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, TypeError, MemoryError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} is no GGUF file, damaged or truncated ({one_line(error)}); download it again."
+        ) from error
+    return GGUF(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 
-def _unpack(file: BinaryIO, format: str) -> tuple[Any, ...]:
-    return struct.unpack("<" + format, file.read(struct.calcsize("<" + format)))
+def _chunks(tensor: Any) -> Iterator[np.ndarray]:
+    """Some rows of a tensor at a time, as they are stored: ``[R, bytes]`` or, if plain, ``[R, W]``."""
+    rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+    step = max(1, _CHUNK // int(tensor.shape[0]))
+    for start in range(0, len(rows), step):
+        yield np.asarray(rows[start : start + step])
 
 
-def _string(file: BinaryIO) -> str:
-    (length,) = _unpack(file, "Q")
-    text = file.read(length)
-    if len(text) < length:
-        raise struct.error("a text ends with the file")
-    return text.decode("utf-8")
+def _decoded(rows: np.ndarray, kind: str) -> np.ndarray:
+    from gguf import GGMLQuantizationType, dequantize
+
+    return dequantize(rows, GGMLQuantizationType[kind])
 
 
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == _STRING:
-        return _string(file)
-    if kind != _ARRAY:
-        return _unpack(file, _NUMBERS[kind])[0]
-    item, count = _unpack(file, "IQ")
-    if item in _NUMBERS:
-        return list(_unpack(file, f"{count}{_NUMBERS[item]}"))
-    return [_value(file, item) for _ in range(count)]
+def _joined(parts: list[mx.array]) -> mx.array:
+    mx.eval(parts)
+    return mx.concatenate(parts)
 
 
-def _tensor_infos(file: BinaryIO, count: int) -> Iterator[tuple[str, TensorInfo]]:
-    for _ in range(count):
-        name = _string(file)
-        (axes,) = _unpack(file, "I")
-        *shape, kind, offset = _unpack(file, f"{axes}QIQ")
-        yield name, TensorInfo(_TENSOR_TYPES.get(kind, f"type {kind}"), tuple(reversed(shape)), offset)
+# --- weights that stay packed -------------------------------------------------------------------------------
+
+
+class _Layout(NamedTuple):
+    """A block: ``bits`` of each level, bytes before the levels, the byte of lowest levels, where an offset is."""
+
+    bits: int
+    head: int
+    lowest: int = 0x00
+    offset: int | None = None
+
+
+_LAYOUTS = {
+    "Q4_0": _Layout(4, 2),
+    "Q4_1": _Layout(4, 4, offset=2),
+    "Q5_0": _Layout(5, 2),
+    "Q5_1": _Layout(5, 4, offset=2),
+    "Q8_0": _Layout(8, 2, lowest=0x80),
+    "Q4_K": _Layout(4, 16, offset=2),
+    "Q5_K": _Layout(5, 16, offset=2),
+}
+"""Quantisations with weights ``scale * level + bias`` in groups of 32 or, in the K types, eight such groups."""
+
+
+def _packed(stem: str, tensor: Any) -> dict[str, mx.array]:
+    from gguf import GGML_QUANT_SIZES
+
+    kind, (_, size) = tensor.tensor_type.name, GGML_QUANT_SIZES[tensor.tensor_type]
+    parts = [
+        [mx.array(array.reshape(len(rows), -1)) for array in _pack(rows.reshape(-1, size), kind)]
+        for rows in _chunks(tensor)
+    ]
+    fields = zip(("weight", "scales", "biases"), zip(*parts, strict=True), strict=True)
+    return {f"{stem}.{field}": _joined(list(arrays)) for field, arrays in fields}
+
+
+def _pack(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks ``[N, bytes]`` as MLX's words ``[G, bits]``, scales and biases ``[G, 1]``, which give the same weights.
+
+    Blocks whose levels are all the lowest, or the highest, tell bias and scale; float32 holds the products exactly.
+    """
+    layout = _LAYOUTS[kind]
+
+    def groups(blocks: np.ndarray, levels: int | None = None, offset: int | None = None) -> np.ndarray:
+        changed = blocks.copy()
+        if levels is not None:
+            changed[:, layout.head :] = levels
+        if offset is not None:
+            changed[:, offset : offset + 2] = 0
+        return _decoded(changed, kind).reshape(-1, GROUP_SIZE)
+
+    lowest, highest = (groups(blocks, byte, layout.offset)[:, :1] for byte in (layout.lowest, layout.lowest ^ 0xFF))
+    scale = (highest - lowest) / (2**layout.bits - 1)
+    levels = np.round((groups(blocks, offset=layout.offset) - lowest) / np.where(scale == 0, 1, scale))
+    return _words(levels.astype(np.uint64), layout.bits), scale, groups(blocks, layout.lowest)[:, :1]
+
+
+def _words(levels: np.ndarray, bits: int) -> np.ndarray:
+    """Levels ``[G, 32]`` as MLX packs them, ``[G, bits]`` of uint32: a stream of bits, the lowest first."""
+    eights = (levels.reshape(-1, 8) << np.arange(0, 8 * bits, bits, dtype=np.uint64)).sum(-1, dtype=np.uint64)
+    return np.ascontiguousarray(eights.view(np.uint8).reshape(-1, 8)[:, :bits]).reshape(len(levels), -1).view(np.uint32)

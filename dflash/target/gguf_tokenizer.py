@@ -1,7 +1,4 @@
-"""The tokenizer of a GGUF file as files that ``transformers`` and mlx-lm load.
-
-Knows byte-level BPE, llama.cpp's names for ways to split a text, and the ``tokenizers`` format. Must not know weights.
-"""
+"""The tokenizer of a GGUF file, written as files that ``transformers`` and mlx-lm load."""
 
 from pathlib import Path
 from typing import Any

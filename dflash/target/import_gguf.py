@@ -1,8 +1,5 @@
 """``dflash import``: a GGUF file of llama.cpp becomes a folder that mlx-lm loads.
 
-Knows the LLaMA- and Qwen-type architectures in llama.cpp's names and in mlx-lm's. Must not know the file format, or
-how a model computes.
-
 llama.cpp stores the query and key rows of a LLaMA in the order of interleaved rotary embedding; mlx-lm, as the hub,
 rotates halves. :func:`_halves` undoes that. Qwen's rows are stored as they are.
 """
@@ -19,8 +16,7 @@ import mlx.nn as nn
 
 from ..core.errors import CheckpointError
 from ..core.files import exclusive_lock, flat, write_arrays, write_json
-from .gguf import GGUF, read_gguf
-from .gguf_blocks import GROUP_SIZE
+from .gguf import GGUF, GROUP_SIZE, read_gguf
 from .gguf_tokenizer import save_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -55,26 +51,23 @@ _READ_KEYS = {
 def import_gguf(path: Path, folder: Path, dtype: str | None = None) -> dict[str, Any]:
     """Write the model of a GGUF file to ``folder``; returns its config.
 
-    Packed weights stay packed and the rest keeps its precision; with ``dtype`` (``float32``, ``float16`` or
-    ``bfloat16``) all become plain weights of that type. ``config.json`` is written last: a folder without it is
+    Weights that MLX can hold packed stay packed, the rest keeps its precision. With ``dtype`` (``float32``, ``float16``
+    or ``bfloat16``) all become plain weights of that type. ``config.json`` is written last: a folder without it is
     unfinished.
 
-    Raises ``CheckpointError`` for other architectures and unknown quantisations, and for every
-    tensor or setting that would be lost, by name.
+    Raises ``CheckpointError`` for other architectures, and for every tensor or setting that would be lost, by name.
     """
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     gguf = read_gguf(path)
     config = _config(gguf)
-    tensors = gguf.tensors()
+    tensors = gguf.tensors(None if dtype is None else DTYPES[dtype])
     if _ROPE_FACTORS in tensors:
         config["rope_scaling"] = _llama3_scaling(gguf, config, tensors.pop(_ROPE_FACTORS))
     weights = _weights(gguf, config, tensors)
-    if dtype is None:
-        config |= _quantization(gguf, weights)
-        weights = _of_one_dtype(gguf, weights)
-    else:
-        weights = _unpacked(gguf, weights, DTYPES[dtype])
+    config |= _quantization(weights)
+    floats = _usual_dtype(gguf) if dtype is None else DTYPES[dtype]
+    weights = {n: w.astype(floats) if mx.issubdtype(w.dtype, mx.floating) else w for n, w in weights.items()}
     _check_complete(gguf, config, weights)
     with exclusive_lock(folder):
         if (folder / "config.json").exists():
@@ -138,9 +131,9 @@ def _config(gguf: GGUF) -> dict[str, Any]:
         "vocab_size": number("vocab_size", len(gguf.require("tokenizer.ggml.tokens", list))),
         "rope_theta": float(f"{number('rope.freq_base', 10_000.0):.7g}"),
         "rope_scaling": _linear_scaling(gguf, values),
-        "tie_word_embeddings": "output.weight" not in gguf.infos,
-        "attention_bias": architecture == "qwen2" or "blk.0.attn_output.bias" in gguf.infos,
-        "mlp_bias": "blk.0.ffn_gate.bias" in gguf.infos,
+        "tie_word_embeddings": "output.weight" not in gguf.stored,
+        "attention_bias": architecture == "qwen2" or "blk.0.attn_output.bias" in gguf.stored,
+        "mlp_bias": "blk.0.ffn_gate.bias" in gguf.stored,
         **_token_ids(gguf),
     }
 
@@ -217,7 +210,7 @@ def _packed(weights: dict[str, mx.array]) -> dict[str, int]:
     }
 
 
-def _quantization(gguf: GGUF, weights: dict[str, mx.array]) -> dict[str, Any]:
+def _quantization(weights: dict[str, mx.array]) -> dict[str, Any]:
     """The config's entry for packed weights: the usual bits, and the layers that have others."""
     bits = _packed(weights)
     if not bits:
@@ -227,24 +220,10 @@ def _quantization(gguf: GGUF, weights: dict[str, mx.array]) -> dict[str, Any]:
     return {"quantization": {"group_size": GROUP_SIZE, "bits": usual, **others}}
 
 
-def _of_one_dtype(gguf: GGUF, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Every floating-point tensor in the type of the plain matrices, in float16 if all are packed.
-
-    Mixed types would make the whole model compute in float32.
-    """
-    kinds = {info.kind for info in gguf.infos.values() if len(info.shape) > 1}
-    dtype = mx.float32 if kinds == {"F32"} else mx.bfloat16 if kinds == {"BF16"} else mx.float16
-    return {n: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for n, w in weights.items()}
-
-
-def _unpacked(gguf: GGUF, weights: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Plain weights of ``dtype``; packed ones are multiplied out in float32."""
-    plain = dict(weights)
-    for stem, bits in _packed(weights).items():
-        packed = plain.pop(f"{stem}.weight")
-        scales, biases = (plain.pop(f"{stem}.{part}").astype(mx.float32) for part in ("scales", "biases"))
-        plain[f"{stem}.weight"] = mx.dequantize(packed, scales, biases, GROUP_SIZE, bits)
-    return {name: array.astype(dtype) for name, array in plain.items()}
+def _usual_dtype(gguf: GGUF) -> mx.Dtype:
+    """The type of plain matrices, float16 if there are several: mixed ones make the whole model compute in float32."""
+    kinds = gguf.matrix_kinds()
+    return mx.float32 if kinds == {"F32"} else mx.bfloat16 if kinds == {"BF16"} else mx.float16
 
 
 def _check_complete(gguf: GGUF, config: dict[str, Any], weights: dict[str, mx.array]) -> None:

@@ -1,18 +1,14 @@
-"""GGUF files as llama.cpp writes them, for the tests of the import.
+"""GGUF files as llama.cpp and as MLX write them, for the tests of the import."""
 
-The writer is independent of MLX's, so that what is read back is the format and not one library's idea of it.
-"""
-
-import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from support.models import byte_tokenizer
 
-_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q2_K": 10}
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -81,54 +77,43 @@ def write_gguf(
     path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, Any], stored: str = "F32", **others: str
 ) -> Path:
     """A GGUF file of version 3; matrices are stored as ``stored`` or as ``others`` has it, vectors as F32."""
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
-    head += b"".join(_text(key) + _typed(value) for key, value in metadata.items())
-    offset, blobs = 0, []
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            writer.add_key_value(key, value, *_types(value))
     for name, array in tensors.items():
         kind = others.get(name.removesuffix(".weight"), stored) if array.ndim == 2 else "F32"
-        head += _text(name) + struct.pack(f"<I{array.ndim}Q", array.ndim, *reversed(array.shape))
-        head += struct.pack("<IQ", _TYPES[kind], offset)
-        blob = _blob(array, kind)
-        blobs.append(blob + bytes(-len(blob) % 32))
-        offset += len(blobs[-1])
-    path.write_bytes(head + bytes(-len(head) % 32) + b"".join(blobs))
+        of = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, _blocks(array.astype(np.float32), of), raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return path
 
 
-def _text(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def _typed(value: Any) -> bytes:
+def _types(value: Any) -> tuple[gguf.GGUFValueType, gguf.GGUFValueType | None]:
     if isinstance(value, list):
-        kind, item = (8, _text) if isinstance(value[0], str) else (5, lambda n: struct.pack("<i", n))
-        return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(map(item, value))
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
+        return gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.get_type(value[0])
+    kind = gguf.GGUFValueType.get_type(value)
+    return (gguf.GGUFValueType.UINT32 if kind is gguf.GGUFValueType.INT32 else kind), None
 
 
-def _blob(array: np.ndarray, kind: str) -> bytes:
-    if kind in ("F32", "F16"):
-        return array.astype(np.float32 if kind == "F32" else np.float16).tobytes()
-    if kind == "Q2_K":
-        return bytes(84 * -(-array.size // 256))
-    blocks = array.reshape(-1, 32).astype(np.float32)
-    return b"".join(_block(block, kind) for block in blocks)
+def _blocks(array: np.ndarray, of: gguf.GGMLQuantizationType) -> np.ndarray:
+    """The array quantised, or random bytes for the quantisations that the package only reads."""
+    try:
+        return gguf.quantize(array, of)
+    except NotImplementedError:
+        return random_blocks(of.name, array.size // gguf.GGML_QUANT_SIZES[of][0]).reshape(len(array), -1)
 
 
-def _block(block: np.ndarray, kind: str) -> bytes:
-    """32 weights: their scale (and lowest value), then low nibbles of the first 16 with high ones of the others."""
-    if kind == "Q8_0":
-        scale = np.float16(np.abs(block).max() / 127)
-        return scale.tobytes() + np.clip(np.round(block / np.float32(scale)), -127, 127).astype(np.int8).tobytes()
-    low = np.float16(block.min() if kind == "Q4_1" else -8 * np.abs(block).max() / 7)
-    scale = np.float16((block.max() - np.float32(low)) / 15 if kind == "Q4_1" else -np.float32(low) / 8)
-    q = np.clip(np.round((block - np.float32(low)) / np.float32(scale)), 0, 15).astype(np.uint8)
-    header = scale.tobytes() + (low.tobytes() if kind == "Q4_1" else b"")
-    return header + (q[:16] | q[16:] << 4).tobytes()
+def random_blocks(kind: str, count: int) -> np.ndarray:
+    """Random blocks ``[count, bytes]`` whose scales, the float16 numbers in them, are small and of both signs."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    blocks = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
+    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_NL": (0,)}.get(kind, (0, 2)):
+        blocks[:, at : at + 2] = np.linspace(-0.03, 0.05, count).astype(np.float16)[:, None].view(np.uint8)
+    return blocks
 
 
 def save_by_mlx(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, Any]) -> Path:

@@ -1,7 +1,4 @@
-"""``dflash report``: traces as one page to look at.
-
-Knows options, files and what to print. Must not know what is on the page. Mounted by ``cli``.
-"""
+"""``dflash report``: traces as one page to look at."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +23,7 @@ def report(
     """Show traces as one page: text by blocks, what each model thought, and plots. It needs no network.
 
     Answers of several traces to the same prompt stand side by side. Needs
-    pandas, which the extra "study" brings.
+    pandas and matplotlib, which the extra "study" brings.
 
     Examples:
 

@@ -1,34 +1,15 @@
-"""One page that shows traces: the text by blocks, what each model thought, and plots. It needs no network.
-
-Knows the records and tables of traces, HTML and the page's style sheet and script. Must not know how a quantity is
-computed, or how a trace came about.
-"""
+"""One page that shows traces: the text by blocks, what each model thought, and plots. It needs no network."""
 
 import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..core.errors import DataError
-from ..decoding.profile import PARTS
+from ..core.errors import DataError, DFlashError, install_extra
 from ..decoding.trace import Record, shown_pieces
-from . import svg
-from .svg import Line
-from .traces import (
-    Request,
-    Traces,
-    acceptance_counts,
-    calibration,
-    calibration_error,
-    summary,
-    survival,
-    time_by_part,
-)
-
-if TYPE_CHECKING:
-    import pandas as pd
+from .traces import Request, Traces, summary
 
 TEXTS = 8
 """Prompts whose answers are shown; plots and figures are of all."""
@@ -38,8 +19,8 @@ HINT = "Point at a block, tap it, or press Tab and the arrow keys, to see what w
 def report(traces: Traces, texts: int = TEXTS) -> str:
     """The page as HTML: figures, the answers to the first ``texts`` prompts, plots.
 
-    Answers of several traces to one prompt stand side by side. Raises ``DataError`` for fewer
-    than one text.
+    Answers of several traces to one prompt stand side by side. Raises ``DataError`` for fewer than one text, and
+    ``DFlashError`` without matplotlib.
     """
     if texts < 1:
         raise DataError(f"A report shows at least one text, got {texts}.")
@@ -62,11 +43,19 @@ def report(traces: Traces, texts: int = TEXTS) -> str:
         hint=escape(HINT),
         left_out=left_out,
         articles="".join(articles),
-        plots="".join(_plots(traces)),
+        plots=_plots(traces),
         # "</" would end the script, wherever it stands in a text.
         data=json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/"),
         script=_page("script.js"),
     )
+
+
+def _plots(traces: Traces) -> str:
+    try:
+        from .trace_plots import plots
+    except ImportError as error:
+        raise DFlashError(f"The plots of a report need matplotlib; {install_extra('study')}.") from error
+    return plots(traces)
 
 
 def _page(name: str) -> str:
@@ -223,84 +212,3 @@ def _likeliest(top: dict[str, Any] | None, texts: dict[str, str]) -> list[list[t
         return []
     rows = zip(top["tokens"], top["probabilities"], strict=True)
     return [[(texts[str(t)], round(p, 4)) for t, p in zip(*row, strict=True)] for row in rows]
-
-
-# --- plots -------------------------------------------------------------------------------------------------
-
-
-def _plots(traces: Traces) -> list[str]:
-    return [_survival_plot(traces), _counts_plot(traces), _calibration_plot(traces), _time_plot(traces)]
-
-
-def _of(table: "pd.DataFrame", name: str) -> "pd.DataFrame":
-    return table[table.trace == name]
-
-
-def _survival_plot(traces: Traces) -> str:
-    tables = {name: survival(_of(traces.drafts, name)) for name in traces.names}
-    lines = [
-        Line(name, *(t[key].tolist() for key in ("position", "survival", "low", "high"))) for name, t in tables.items()
-    ]
-    last = max((max(line.x) for line in lines if line.x), default=2)
-    said = "; ".join(
-        f"{line.name} {line.y[0]:.0%} at 1 and {line.y[-1]:.0%} at {line.x[-1]}" for line in lines if line.x
-    )
-    plot = svg.line_plot(lines, "position in the block", "blocks", (1, max(last, 2)), f"Survival by position: {said}")
-    note = "Of verified drafts: blocks that accepted every draft up to a position, of those that checked it."
-    if (traces.blocks.verified < traces.blocks.proposed).any():
-        note += " A policy that checks more drafts of good blocks makes this rise: compare with --policy full."
-    if any(table.low.notna().any() for table in tables.values()):
-        note += " Bands are 95 % intervals over prompts."
-    return _figure("How far drafts survive", plot, note, traces.names, list(tables.items()))
-
-
-def _counts_plot(traces: Traces) -> str:
-    counts = {name: acceptance_counts(_of(traces.blocks, name)) for name in traces.names}
-    groups = [(name, (c / max(c.sum(), 1)).tolist()) for name, c in counts.items()]
-    said = "; ".join(f"{name} most often {max(range(len(y)), key=y.__getitem__)}" for name, y in groups)
-    plot = svg.bar_plot(groups, "drafts accepted", "blocks", f"Drafts accepted by a block: {said}")
-    tables = [(name, c.rename_axis("accepted").reset_index()) for name, c in counts.items()]
-    return _figure("Drafts accepted by a block", plot, "Share of the blocks.", traces.names, tables)
-
-
-def _calibration_plot(traces: Traces) -> str:
-    tables = {name: calibration(_of(traces.drafts, name)) for name in traces.names}
-    known = {name: table for name, table in tables.items() if len(table)}
-    lines = [Line(name, t.probability.tolist(), t.accepted.tolist()) for name, t in tables.items()]
-    errors = "; ".join(f"{name} {calibration_error(table):.3f}" for name, table in known.items())
-    label = f"Calibration of the drafter's probabilities; expected error: {errors or 'none states probabilities'}"
-    plot = svg.diagonal_plot(lines, "the drafter's probability", "accepted", label)
-    note = (
-        f"Drafts that were reached, by what the drafter thought of them. Expected calibration error: {errors or '-'}."
-    )
-    return _figure("Is the drafter right about itself?", plot, note, traces.names, list(known.items()))
-
-
-def _time_plot(traces: Traces) -> str:
-    times = {}
-    for name in traces.names:
-        tokens = _of(traces.requests, name).tokens.sum()
-        times[name] = 1000 * time_by_part(_of(traces.blocks, name)) / tokens
-    rows = [(name, [(part, float(parts[part])) for part in PARTS]) for name, parts in times.items()]
-    said = "; ".join(f"{name} {parts.sum():.2f} ms a token" for name, parts in times.items())
-    plot = svg.stacked_bars(rows, "ms a token", f"Time by part: {said}")
-    apart = all(request.about["parts_apart"] for request in traces.records)
-    note = "" if apart else " Parts overlap on the device; record with --profile to keep them apart."
-    tables = [(name, p.round(3).rename("ms").rename_axis("part").reset_index()) for name, p in times.items()]
-    return _figure("Where the time goes", plot, f"Milliseconds for each token of the answers.{note}", [], tables)
-
-
-def _figure(
-    title: str, plot: str, note: str, names: Sequence[str], tables: Sequence[tuple[str, "pd.DataFrame"]]
-) -> str:
-    series = "".join(f"<li class=n{i % svg.SERIES}>{escape(name)}</li>" for i, name in enumerate(names))
-    key = f"<ul class=names>{series}</ul>" if len(names) > 1 else ""
-    values = "".join(
-        f"<p>{escape(name)}</p>{table.to_html(index=False, border=0, na_rep='-', float_format=lambda v: f'{v:.3g}')}"
-        for name, table in tables
-    )
-    return (
-        f"<figure><h3>{title}</h3>{key}{plot}<figcaption>{escape(note)}</figcaption>"
-        "<details><summary>Values</summary>"
-        f"<div class=scroll tabindex=0 role=group aria-label='{title}, values'>{values}</div></details></figure>"
-    )

@@ -1,15 +1,18 @@
 """The report of traces: one file, no network, readable with a keyboard and on a phone; read in a headless browser."""
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from support.browser import BROWSER, run_in_page
 from support.cli import assert_one_error, invoke
+from support.errors import refused
 from support.models import TEXT_VOCAB, random_drafter, target, wrapped_tokenizer, writer
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, TraceFile
+from dflash.core.errors import DFlashError
 from dflash.decoding.trace import read_records
 from dflash.evaluation.trace_report import report
 from dflash.study import read_traces
@@ -41,20 +44,51 @@ def page(traces, tmp_path_factory) -> Path:
     return path
 
 
-class _Tags(HTMLParser):
+class _Attributes(HTMLParser):
     def __init__(self, text: str):
         super().__init__()
-        self.links: list[str] = []
+        self.found: list[tuple[str, str]] = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.links += [value for name, value in attrs if name in ("src", "href", "srcset", "action", "poster")]
+        self.found += attrs
+
+    def values(self, *names: str) -> list[str]:
+        return [value for name, value in self.found if name in names]
 
 
 def test_the_page_refers_to_nothing_outside(page):
     text = page.read_text()
-    assert _Tags(text).links == ["data:,"]
-    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org)|fetch\(|XMLHttpRequest|import\(", text)
+    attributes = _Attributes(text)
+    assert attributes.values("src", "href", "srcset", "action", "poster") == ["data:,"]
+    assert {link[0] for link in attributes.values("xlink:href")} == {"#"}
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)|fetch\(|XMLHttpRequest|import\(", text)
+
+
+def test_plots_take_the_pages_colours_say_what_they_show_and_share_no_ids(page, traces):
+    text = page.read_text()
+    attributes = _Attributes(text)
+    ids = attributes.values("id")
+    assert len(ids) == len(set(ids))
+    assert len(attributes.values("aria-label")) >= 4
+    plots = re.findall(r"<svg.*?</svg>", text, re.S)
+    assert len(plots) == 4
+    for plot, words in zip(
+        plots, ("Survival by position: often ", "Drafts accepted", "Calibration", "Time"), strict=True
+    ):
+        assert f'role="img" aria-label="{words}' in plot
+        assert set(re.findall(r"(?:fill|stroke): ?([^;\"]+)", plot)) <= {"none"} | {
+            f"var(--{name})" for name in ("ink", "edge", *(f"c{i}" for i in range(2)), *(f"p{i}" for i in range(7)))
+        }
+    assert text == report(read_traces(*traces))  # equal traces, equal bytes
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch, traces):
+    monkeypatch.delitem(sys.modules, "dflash.evaluation.trace_plots", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(DFlashError) as error:
+        report(read_traces(*traces))
+    refused(error, "matplotlib", "pip install '.[study]'")
 
 
 def test_a_report_has_less_than_a_megabyte_for_256_tokens(tmp_path):
@@ -92,7 +126,7 @@ def test_survival_has_bands_of_several_requests_and_says_what_a_policy_does_to_i
     for _ in range(requests):
         writer(ANSWER, PROMPT, p=0.8).generate(PROMPT, trace=records.append, policy=policy)
     text = report(read_traces(records))
-    assert ('<polygon class="band' in text) == ("Bands are 95 % intervals" in text) == (requests > 1)
+    assert ("fill-opacity: 0.18" in text) == ("Bands are 95 % intervals" in text) == (requests > 1)
     assert ("makes this rise" in text) == (policy == 1)
 
 
@@ -115,7 +149,7 @@ def test_the_texts_stand_side_by_side_as_they_were_written(page, tmp_path):
 
 
 @needs_browser
-def test_a_block_tells_its_drafts_when_it_is_pointed_at_focused_or_clicked(page, traces, tmp_path):
+def test_a_block_tells_its_drafts_when_it_is_pointed_at_or_clicked_and_arrow_keys_move_on(page, traces, tmp_path):
     _, *blocks = read_records(traces[1])
     texts: dict[str, str] = {}
     for block in blocks[:3]:
@@ -130,34 +164,17 @@ def test_a_block_tells_its_drafts_when_it_is_pointed_at_focused_or_clicked(page,
            const fire = (node, name, more) => node.dispatchEvent(new KeyboardEvent(name, {bubbles: true, ...more}));
            const seen = {first: read()};
            place.dispatchEvent(new MouseEvent('mouseover', {bubbles: true})); seen.hover = read();
-           const focused = () => document.hasFocus() ||  // a window that is not in front yet sends no such events
-             document.activeElement.dispatchEvent(new FocusEvent('focusin', {bubbles: true}));
-           document.getElementById('text1-block0').focus(); focused(); seen.focus = read();
-           fire(document.activeElement, 'keydown', {key: 'ArrowRight'}); focused();
-           fire(document.activeElement, 'keydown', {key: 'ArrowRight'}); focused();
-           seen.arrows = [document.activeElement.id, document.activeElement.tabIndex, read()];
-           fire(document.activeElement, 'keydown', {key: 'Enter'});
-           seen.pressed = place.getAttribute('aria-pressed');
-           document.getElementById('text1-block0').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}));
-           seen.chosen = read();
-           fire(document.activeElement, 'keydown', {key: 'Escape'}); seen.escaped = read();
            place.click(); seen.clicked = read();
-           const close = detail.querySelector('button.close'); close.focus(); close.click(); seen.closed = read();
-           seen.back = document.activeElement.id;
-           seen.tabStops = document.querySelectorAll('.block[tabindex="0"]').length;
+           fire(place, 'keydown', {key: 'Escape'}); seen.escaped = read();
+           document.getElementById('text1-block0').focus();
+           fire(document.activeElement, 'keydown', {key: 'ArrowRight'}); seen.next = document.activeElement.id;
            return seen;""",
         tmp_path,
     )
     heading = f"random, block 2: {blocks[2]['accepted']} of {blocks[2]['verified']} checked drafts accepted"
     shown = {"heading": heading, "drafts": expected, "shown": True}
-    assert not found["first"]["shown"]
-    assert found["hover"] == shown == found["chosen"] == found["clicked"]
-    assert found["focus"]["heading"] == "random, block 0: the prompt's own pass"
-    assert found["arrows"] == ["text1-block2", 0, shown]
-    assert found["pressed"] == "true"
-    assert (found["escaped"]["shown"], found["closed"]["shown"]) == (False, False)
-    assert found["back"] == "text1-block2"
-    assert found["tabStops"] == 2  # one a text; the arrow keys do the rest
+    assert found["hover"] == found["clicked"] == shown
+    assert (found["first"]["shown"], found["escaped"]["shown"], found["next"]) == (False, False, "text1-block1")
 
 
 @needs_browser

@@ -22,10 +22,11 @@ from .bundled import drafter_folder, target_for
 from .core.errors import GenerationError, IncompatibleModelsError
 from .core.values import require_count
 from .decoding.block import Decoding
+from .decoding.inspection import inspect
 from .decoding.loop import decode, prefill, prefill_context
 from .decoding.stream import DFlashResponse, Step, first_block, responses, through_stop
 from .decoding.text import TextStream
-from .decoding.trace import TokenTexts, inspect, recording
+from .decoding.trace import TokenTexts, recording
 from .drafters.checkpoints.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter

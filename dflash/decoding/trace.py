@@ -1,36 +1,6 @@
-"""What each block did, as records: to watch a text being written, and to study it afterwards (``dflash.study``).
+"""What each block did, as records: for watching a request live, and for studying it afterwards (``dflash.study``).
 
-Knows blocks, the logits of drafter and target, and the text of tokens. Must not know how a block is decoded, or what
-becomes of the records.
-
-**The format.** A trace is a sequence of records, each a ``dict`` of plain data, in a file one JSON object a line
-(JSONL, UTF-8). A request is one record ``"request"`` and, after it, one record ``"block"`` for the prompt's own pass
-and each block or plain step. A reader ignores keys that it does not know; arrays have one entry a token unless said.
-
-``request``: ``format`` (1), ``target``, ``drafter`` (names), ``block_size``, ``options`` (those given),
-``prompt_tokens``, ``prompt`` (text, special tokens included), ``parts_apart`` (whether the seconds are those of the
-parts, as with ``profile=True``, or of work that overlaps on the device), ``date``, ``device``, ``versions``.
-
-``block``:
-
-- ``number`` (0: the prompt's own pass), ``position`` (of its first token in the sequence, the prompt included),
-  ``asleep`` (a plain step; no drafter was asked), ``source`` (which of several drafters)
-- ``drafts`` (all ``n`` proposed tokens), ``verified`` (``k``: the target checked the first so many),
-  ``accepted``, ``why`` (the policy's reasons as numbers by name: what it expected of a length, or, of a plain step,
-  after how many tokens it will draft again)
-- ``tokens`` (committed: accepted drafts and one token of the target's own, to a stop token), ``pieces`` (their texts,
-  which joined are the text of the answer), ``text`` (what became certain in this step; a stop string can hold text
-  back or cut it), ``finish_reason``
-- ``draft_probability`` (``n``; the drafter's of its drafts), ``confidence`` (``n``; where it has a head for that),
-  ``draft_top`` (``tokens`` and ``probabilities``, each ``n`` rows of the few likeliest); absent where the drafter has
-  no logits, as an n-gram drafter
-- ``target_probability`` (``k``; the target's of the drafts that it checked), ``target_top`` (``k + 1`` rows): after the
-  logits processors, at temperature 1. A row after the first rejected draft tells what would follow that draft
-- ``parents`` (``n``; only of a tree: the draft that each follows, -1 for the anchor). The accepted drafts stand first,
-  then the others from the likeliest on, and row ``i`` of ``target_top`` is the one that checked draft ``i``
-- ``texts`` (of each token id that this request names for the first time)
-- ``seconds`` by part: ``prefill``, or ``draft``, ``verify`` and ``rewind``, or ``plain``; and ``host``, the rest, in
-  which the caller's own time is. ``time``: seconds since the request began
+``dflash/docs/traces.md`` documents the format.
 """
 
 import json
@@ -42,47 +12,42 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-import mlx.core as mx
-import numpy as np
-
-from ..core.backend import on_cpu
 from ..core.environment import PACKAGES, device_name, package_version
 from ..core.errors import DataError
-from ..drafters.protocol import Proposal
 from .block import Block
+from .inspection import inspected_record
 from .profile import Profile
 
 FORMAT = 1
-TOP = 4
-"""How many of the likeliest tokens are recorded for each position."""
 
-TOGETHER = 0.5
-"""Seconds of records that are made together for a :class:`TraceFile`."""
+BATCH_SECONDS = 0.5
+"""How long records wait to be completed and written together, if all of them go to a :class:`TraceFile`."""
 
 Record = dict[str, Any]
 Trace = Callable[[Record], object]
-"""Gets the records of a request one after another: ``list.append``, a :class:`TraceFile`, or one's own."""
+"""Called with each record of a request: ``list.append``, a :class:`TraceFile`, or any function."""
 
 _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
 
 class TraceFile:
-    """Writes records to a JSONL file, a line each; as a :data:`Trace` it takes any number of requests.
+    """Writes records to a JSONL file, one line each; as a :data:`Trace` it takes any number of requests.
 
-    Its records are made and written together, twice a second and at the end of a request: hot caches make that three
-    times as quick as one at a time. A process that is killed leaves whole lines, without its last half second.
+    Records are completed and written in batches, twice a second and at the end of a request, which is faster than one
+    at a time. A process that is killed leaves whole lines and loses at most its last half second. The open file may be
+    read meanwhile.
 
     Args:
-        path: A file that exists is replaced.
-        about: Fields of every request's record, such as ``drafter="mine"``.
+        path: An existing file is replaced.
+        about: Fields to put into every ``request`` record, such as ``drafter="mine"``.
 
-    Raises ``OSError`` if the file cannot be written. A context manager; an open one may be read by others meanwhile.
+    Raises ``OSError`` if the file cannot be written. A context manager.
     """
 
     def __init__(self, path: str | Path, **about: Any):
         self._about = about
         self.held_back: list[Callable[[], None]] = []
-        """Called before the file closes: each hands on the records that a request under way still holds back."""
+        """Called before the file closes: each writes the records that an unfinished request still holds back."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed by `close`
@@ -97,7 +62,7 @@ class TraceFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Write what requests under way hold back, and close the file."""
+        """Write what unfinished requests hold back, and close the file."""
         for send in self.held_back:
             send()
         self._file.close()
@@ -110,7 +75,7 @@ class TraceFile:
 
 
 def together(*traces: Trace | None) -> Trace | None:
-    """One trace that hands each record to all of ``traces``; ``None`` of none."""
+    """One trace that passes each record to all of ``traces``; ``None`` if there are none."""
     given = [trace for trace in traces if trace is not None]
 
     def send(record: Record) -> None:
@@ -121,9 +86,9 @@ def together(*traces: Trace | None) -> Trace | None:
 
 
 def read_records(path: str | Path) -> Iterator[Record]:
-    """The records of a trace file. Raises ``DataError``, naming the line, for anything else.
+    """The records of a trace file. Raises ``DataError``, naming the line, for any other file.
 
-    A last line without its end, as a killed process leaves it, is passed over.
+    A partial last line, as a killed process leaves it, is skipped.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -143,9 +108,9 @@ def read_records(path: str | Path) -> Iterator[Record]:
 
 
 def shown_pieces(blocks: Iterable[Record]) -> Iterator[list[tuple[str, int, int]]]:
-    """For each ``block`` record the pieces of text that it made certain: ``(text, block number, token)``.
+    """For each ``block`` record the pieces of text that became certain with it: ``(text, block number, token)``.
 
-    ``token`` counts within its block. Joined they are the text of the answer: a piece is cut where a stop string
+    ``token`` counts within its block. Joined, the pieces are the text of the answer; a piece is cut where a stop string
     begins.
     """
     waiting: list[tuple[str, int, int]] = []
@@ -165,7 +130,7 @@ def shown_pieces(blocks: Iterable[Record]) -> Iterator[list[tuple[str, int, int]
 
 
 class TokenTexts:
-    """The text of single tokens, each looked up once; ids themselves where there is no tokenizer."""
+    """The text of single tokens, each looked up once; the id itself if there is no tokenizer."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -180,18 +145,18 @@ class TokenTexts:
         if self._tokenizer is None:
             return f"<{token}>"
         text = self._tokenizer.decode([token])
-        # A sentence-piece tokenizer drops the space before the first word of a text.
+        # A SentencePiece tokenizer drops the space before the first word of a text.
         begins_word = str(self._tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")
         return f" {text}" if begins_word and not text.startswith(" ") else str(text)
 
 
 class Recorder:
-    """Makes the records of one request and hands them on: at once, unless all of ``traces`` are files."""
+    """Makes the records of one request and passes them on: at once, or in batches if all of ``traces`` are files."""
 
     def __init__(self, traces: Sequence[Trace], texts: "TokenTexts", profile: "Profile | None" = None):
         self.profile = profile
         self._traces: list[Trace] = list(traces) if profile is None else [*traces, profile]
-        self._together = TOGETHER if all(isinstance(trace, TraceFile) for trace in traces) else 0.0
+        self._batch_seconds = BATCH_SECONDS if all(isinstance(trace, TraceFile) for trace in traces) else 0.0
         self._texts, self._known = texts, set[int]()
         self._number = self._position = 0
         self._waiting: list[tuple[Block, Record]] = []
@@ -204,24 +169,24 @@ class Recorder:
         self._send({"record": "request", "format": FORMAT, **about, "prompt_tokens": prompt, "prompt": text})
         self._began = self._last = self._sent = time.perf_counter()
 
-    def block(self, block: Block, tokens: list[int], why: Mapping[str, float], said: Record) -> None:
-        """The record of ``block``, which is cut to ``tokens``; ``said`` holds what is known of its text."""
+    def block(self, block: Block, tokens: list[int], why: Mapping[str, float], shown: Record) -> None:
+        """The record of ``block``, cut to ``tokens``; ``shown`` has its ``pieces``, ``text`` and ``finish_reason``."""
         record = {"record": "block", "number": self._number, "position": self._position, "asleep": block.asleep}
         record |= {"source": block.source, "verified": len(block.drafted), "accepted": block.accepted}
         record |= {"why": {} if self._number == 0 else dict(why), "tokens": tokens}
-        pieces = said["pieces"] + [""] * (len(tokens) - len(said["pieces"]))  # a stop token has no text
+        pieces = shown["pieces"] + [""] * (len(tokens) - len(shown["pieces"]))  # a stop token has no text
         now = time.perf_counter()
-        record |= {**said, "pieces": pieces, "seconds": self._seconds(block, now - self._last)}
+        record |= {**shown, "pieces": pieces, "seconds": self._seconds(block, now - self._last)}
         self._waiting.append((block, record | {"time": now - self._began}))
         self._last, self._number, self._position = now, self._number + 1, self._position + len(tokens)
-        if said["finish_reason"] is not None or now - self._sent >= self._together:
+        if shown["finish_reason"] is not None or now - self._sent >= self._batch_seconds:
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Finish and hand on the records that wait for others."""
+        """Complete the waiting records and pass them on."""
         waiting, self._waiting = self._waiting, []
         for block, record in waiting:
-            seen = _read(block.inspected, block) if block.inspected is not None else {"drafts": block.drafted}
+            seen = inspected_record(block) if block.inspected is not None else {"drafts": block.drafted}
             self._send({**record, **seen, "texts": self._new_texts(seen, record["tokens"])})
         self._sent = time.perf_counter()
 
@@ -258,9 +223,9 @@ def recording(
     models: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> Iterator[Recorder | None]:
-    """The recorder of a request, its first record sent; ``None`` where nobody watches.
+    """The recorder of a request, whose first record is sent; ``None`` without a trace and a profile.
 
-    ``models`` are named by their type where nobody knows better, and ``about`` goes into the record as plain data.
+    ``models`` are named by their type, unless the trace names them; ``about`` goes into the record as plain data.
     """
     if trace is None and not profile:
         yield None
@@ -293,106 +258,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [_plain(item) for item in value]
     return getattr(value, "__name__", type(value).__name__)
-
-
-# --- probabilities ---------------------------------------------------------------------------------------
-
-
-def inspect(proposal: Proposal, logits_LV: mx.array) -> dict[str, mx.array]:
-    """What a trace needs of a block, as lazy arrays that are computed with it (:attr:`Decoding.inspect`).
-
-    On a CPU these are the logits themselves, of which numpy finds the likeliest tokens fifteen times as quickly as
-    MLX. On other devices the search stays on the device, and a few numbers a position leave it.
-    """
-    arrays = {"drafts": proposal.tokens[0]}
-    if proposal.confidence is not None:
-        arrays["confidence"] = proposal.confidence[0].astype(mx.float32)
-    if proposal.parents is not None:
-        arrays["parents"] = mx.array(proposal.parents)
-    scores = proposal.logits if proposal.log_q is None else proposal.log_q
-    if scores is not None and proposal.tokens.size:
-        arrays["draft_scores"] = scores[0].astype(mx.float32)
-        if proposal.candidates is not None:
-            arrays["candidates"] = proposal.candidates[0]
-    arrays["target_scores"] = logits_LV.astype(mx.float32)
-    if on_cpu():
-        return arrays
-    for name in ("draft", "target"):
-        if f"{name}_scores" in arrays:
-            places = _places(mx, arrays, name)
-            own, top_NK, probabilities_NK = _likeliest(arrays.pop(f"{name}_scores"), *places)
-            arrays |= {f"{name}_own": own, f"{name}_top": top_NK, f"{name}_probabilities": probabilities_NK}
-    return arrays
-
-
-def _places(xp: Any, arrays: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """Row and column of each draft in the scores of drafter or target; ``xp`` is the module of ``arrays``."""
-    drafts_N, scores_NV = arrays["drafts"], arrays[f"{name}_scores"]
-    if name == "draft" and "candidates" in arrays:
-        return xp.arange(len(drafts_N)), xp.argmax(arrays["candidates"] == drafts_N[:, None], axis=-1)
-    checked = len(drafts_N) if name == "draft" else len(scores_NV) - 1
-    tree = name == "target" and "parents" in arrays
-    rows = arrays["parents"][:checked] + 1 if tree else xp.arange(checked)
-    # Ids are checked by the decode loop, but only once they are known; without a sign, a negative one is large.
-    return rows, xp.minimum(drafts_N[:checked].astype(xp.uint32), scores_NV.shape[-1] - 1)
-
-
-def _likeliest(scores_NV: mx.array, rows: mx.array, columns: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """The probabilities at ``rows`` and ``columns``, and of each row the likeliest tokens with theirs."""
-    log_total_N1 = mx.logsumexp(scores_NV, axis=-1, keepdims=True)
-    own = mx.exp(scores_NV[rows, columns] - log_total_N1[rows, 0])
-    everywhere_V, top, values, rest_NV = mx.arange(scores_NV.shape[-1]), [], [], scores_NV
-    for _ in range(min(TOP, scores_NV.shape[-1])):
-        best_N1 = mx.argmax(rest_NV, axis=-1, keepdims=True)
-        top.append(best_N1)
-        values.append(mx.take_along_axis(rest_NV, best_N1, axis=-1))
-        rest_NV = mx.where(everywhere_V == best_N1, -mx.inf, rest_NV)
-    return own, mx.concatenate(top, axis=-1), mx.exp(mx.concatenate(values, axis=-1) - log_total_N1)
-
-
-def _likeliest_on_host(scores_NV: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, ...]:
-    """As :func:`_likeliest`; ``scores_NV`` is overwritten, since each pass over new memory costs."""
-    every_N, count, own = np.arange(len(scores_NV)), min(TOP, scores_NV.shape[-1]), scores_NV[rows, columns]
-    top_NK, values_NK = np.empty((len(scores_NV), count), np.int64), np.empty((len(scores_NV), count), np.float32)
-    for k in range(count):
-        top_NK[:, k] = best_N = scores_NV.argmax(axis=-1)
-        values_NK[:, k] = scores_NV[every_N, best_N]
-        scores_NV[every_N, best_N] = -np.inf
-    highest_N1 = values_NK[:, :1]
-    scores_NV -= highest_N1
-    likeliest_NK = np.exp(values_NK - highest_N1)
-    total_N = np.exp(scores_NV, out=scores_NV).sum(axis=-1) + likeliest_NK.sum(axis=-1)
-    return np.exp(own - highest_N1[rows, 0]) / total_N[rows], top_NK, likeliest_NK / total_N[:, None]
-
-
-def _read(inspected: Mapping[str, mx.array], block: Block) -> Record:
-    """The record's part that ``inspect`` prepared; the drafts of a tree in the order of the block's."""
-    arrays = {name: np.array(array) for name, array in inspected.items()}
-    checked = block.order[: len(block.drafted)]
-    record: Record = {"drafts": arrays["drafts"][block.order].tolist()}
-    target_rows = [*range(len(checked) + 1)]
-    if "parents" in arrays:  # the rows at which drafts were checked, then that of the last accepted one
-        new = {-1: -1} | {old: new for new, old in enumerate(block.order)}
-        record["parents"] = [new[parent] for parent in arrays["parents"][block.order].tolist()]
-        last = block.order[block.accepted - 1] + 1 if block.accepted else 0
-        target_rows = [*(arrays["parents"][checked] + 1).tolist(), last]
-    if "confidence" in arrays:
-        record["confidence"] = _rounded(arrays["confidence"][block.order])
-    for name, owns, rows in (("draft", block.order, block.order), ("target", checked, target_rows)):
-        if f"{name}_scores" in arrays:
-            places = _places(np, arrays, name)
-            own, top_NK, probabilities_NK = _likeliest_on_host(arrays[f"{name}_scores"], *places)
-        elif f"{name}_top" in arrays:
-            own, top_NK, probabilities_NK = (arrays[f"{name}_{key}"] for key in ("own", "top", "probabilities"))
-        else:
-            continue
-        if name == "draft" and "candidates" in arrays:
-            own = own * (arrays["candidates"] == arrays["drafts"][:, None]).any(axis=-1)
-            top_NK = np.take_along_axis(arrays["candidates"], top_NK, axis=-1)
-        record[f"{name}_probability"] = _rounded(own[owns])
-        record[f"{name}_top"] = {"tokens": top_NK[rows].tolist(), "probabilities": _rounded(probabilities_NK[rows])}
-    return record
-
-
-def _rounded(probabilities: np.ndarray) -> Any:
-    return np.round(probabilities.astype(np.float64), 5).tolist()

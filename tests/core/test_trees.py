@@ -238,7 +238,8 @@ def test_adaptive_counts_each_path_by_itself_and_learns_from_siblings():
 def test_a_trace_names_the_accepted_drafts_first(tmp_path):
     loaded = target("qwen3", 1)
     text, _ = plain_greedy(loaded.model, PROMPT, 30)
-    from dflash.decoding.trace import TokenTexts, inspect, recording
+    from dflash.decoding.inspection import inspect
+    from dflash.decoding.trace import TokenTexts, recording
 
     run = Decoding(loaded, TreeDrafter(Unsure(PROMPT + text, VOCAB, 0.5), 12), inspect=inspect)
     state, records = prefill(run, PROMPT), []

@@ -10,11 +10,12 @@ from support.models import TEXT_VOCAB, byte_tokenizer, random_drafter, target, w
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy, Proposal, TraceFile
 from dflash.core.errors import DataError, GenerationError
-from dflash.decoding import trace
+from dflash.decoding import inspection, trace
 from dflash.decoding.block import Block, Decoding
+from dflash.decoding.inspection import TOP, inspect, inspected_record
 from dflash.decoding.loop import decode_block, prefill
 from dflash.decoding.profile import Profile
-from dflash.decoding.trace import TOP, read_records, shown_pieces
+from dflash.decoding.trace import read_records, shown_pieces
 
 PROMPT = [65, 66, 67]
 
@@ -108,7 +109,7 @@ def test_every_token_that_a_trace_names_has_a_text_once():
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_probabilities_are_those_of_the_logits(monkeypatch, on_cpu, sparse):
     """On the host and on the device, in half precision too, over the vocabulary or over a few candidates."""
-    monkeypatch.setattr(trace, "on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(inspection, "on_cpu", lambda: on_cpu)
     rng = np.random.default_rng(0)
     vocab, drafts, verified = 40, 5, 3
     logits = rng.normal(size=(drafts, vocab)) * 3
@@ -119,8 +120,9 @@ def test_probabilities_are_those_of_the_logits(monkeypatch, on_cpu, sparse):
     proposal = Proposal(
         mx.array(tokens[None]), mx.array(scores[None].astype(np.float32)), mx.array(kept[None]) if sparse else None
     )
-    block = Block(tokens[:verified].tolist(), [0], 0, drafts, order=list(range(drafts)))
-    record = trace._read(trace.inspect(proposal, target_logits), block)
+    inspected = inspect(proposal, target_logits)
+    block = Block(tokens[:verified].tolist(), [0], 0, drafts, inspected=inspected, order=list(range(drafts)))
+    record = inspected_record(block)
 
     def check(name: str, scores: np.ndarray, kept: np.ndarray, own: np.ndarray) -> None:
         chances = np.exp(scores - scores.max(-1, keepdims=True))
@@ -142,10 +144,10 @@ def test_probabilities_are_those_of_the_logits(monkeypatch, on_cpu, sparse):
 def test_the_inspected_arrays_come_with_the_block():
     """A greedy target's likeliest token is what it commits, and the drafter's is what it drafted."""
     decoder = random_decoder()
-    run = Decoding(decoder.loaded_target, decoder.draft_model, inspect=trace.inspect)
+    run = Decoding(decoder.loaded_target, decoder.draft_model, inspect=inspect)
     state = prefill(run, PROMPT)
     block = decode_block(run, state, 7)
-    record = trace._read(block.inspected, block)
+    record = inspected_record(block)
     assert [row[0] for row in record["target_top"]["tokens"]][: len(block.tokens)] == block.tokens
     assert [row[0] for row in record["draft_top"]["tokens"]] == record["drafts"]
 
@@ -200,7 +202,7 @@ def test_a_trace_of_another_kind_is_refused():
 @pytest.mark.parametrize("every", [0.0, 1e9])
 def test_a_file_holds_what_a_list_gets_a_line_a_record(tmp_path, monkeypatch, every):
     """As it goes where the time of those made together is over, and at the end of the request in any case."""
-    monkeypatch.setattr(trace, "TOGETHER", every)
+    monkeypatch.setattr(trace, "BATCH_SECONDS", every)
     path, lengths = tmp_path / "new" / "trace.jsonl", []
     file = TraceFile(path, drafter="mine")
     for _ in random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file):
@@ -216,7 +218,7 @@ def test_a_file_holds_what_a_list_gets_a_line_a_record(tmp_path, monkeypatch, ev
 
 
 def test_what_waits_is_written_when_the_caller_stops_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "TOGETHER", 1e9)
+    monkeypatch.setattr(trace, "BATCH_SECONDS", 1e9)
     responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=tmp_path / "trace.jsonl")
     next(responses), next(responses)
     responses.close()
@@ -224,7 +226,7 @@ def test_what_waits_is_written_when_the_caller_stops_early(tmp_path, monkeypatch
 
 
 def test_what_waits_is_written_when_the_file_is_closed_before_the_request_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "TOGETHER", 1e9)
+    monkeypatch.setattr(trace, "BATCH_SECONDS", 1e9)
     with TraceFile(tmp_path / "trace.jsonl") as file:
         responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file)
         next(responses), next(responses)

@@ -1,4 +1,4 @@
-"""Target adapters, one small file per model family; see :class:`TargetAdapter` for what one answers."""
+"""Target adapters, one small file per model family; :class:`TargetAdapter` is the interface."""
 
 from . import gemma, gpt_oss, llama, mistral, qwen, whole_models
 from .base import TargetAdapter

@@ -1,8 +1,7 @@
-"""What a target adapter answers: where a model keeps its parts, its prompt form and its stop tokens.
+"""The interface of a target adapter: where a model keeps its parts, its prompt format and its stop tokens.
 
-Knows the usual mlx-lm layout (``model.model`` with ``embed_tokens``, ``layers``, ``norm``; a tied head or
-``lm_head``), also inside the ``language_model`` of a multimodal wrapper. A family overrides only what
-differs. Must not know the decode loop or any drafter.
+The defaults fit the usual mlx-lm layout (``model.model`` with ``embed_tokens``, ``layers``, ``norm``; a tied head or
+``lm_head``), also inside the ``language_model`` of a multimodal wrapper. A family overrides only what differs.
 
 Shapes: B batch, L length, E hidden size, F feature size, V vocabulary, N tokens of it.
 """
@@ -18,28 +17,28 @@ import mlx.nn as nn
 from dflash.core.errors import IncompatibleModelsError
 
 DRAFTER_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
-"""What training asks of :attr:`TargetAdapter.config`, so that a new drafter has the target's sizes."""
+"""The names that training reads from :attr:`TargetAdapter.config`, to give a new drafter the target's sizes."""
 
 
 class LayerCaller(Protocol):
-    """Makes the calls of layers in place of the backbone: to remember what a rewind needs, or to begin early."""
+    """Calls layers in place of the backbone: to record what a rewind needs, or to dispatch layers early."""
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``layer`` returns for these arguments."""
+        """Call ``layer`` with these arguments and return its output."""
 
 
 class TargetAdapter:
-    """Access to one loaded mlx-lm model; the model's modules and parameters stay as they are."""
+    """Access to the parts of one loaded mlx-lm model, which stays unchanged."""
 
     guessed: ClassVar[bool] = False
-    """Whether the parts were found by their usual shape, so that a trial must show that they are the right ones."""
+    """Whether the parts were found by structure, so that a trial must check them."""
 
     def __init__(self, model: nn.Module):
         self.model = model
 
     @property
     def language_model(self) -> nn.Module:
-        """The text model: the model itself, or what a multimodal wrapper holds as ``language_model``."""
+        """The text model: the model itself, or the ``language_model`` of a multimodal wrapper."""
         return self.model.get("language_model", self.model)
 
     @property
@@ -54,7 +53,7 @@ class TargetAdapter:
 
     @property
     def layers_owner(self) -> nn.Module:
-        """The module that holds the list of layers: the backbone, or a part of it."""
+        """The module that has the list of layers: the backbone, or a part of it."""
         return self.backbone
 
     @property
@@ -66,10 +65,10 @@ class TargetAdapter:
     def config(self) -> Any:
         """The text model's config: mlx-lm's ``ModelArgs``, or a view of a wrapper's ``text_config``.
 
-        Training gives a new drafter the sizes that it finds here as ``intermediate_size``, ``num_attention_heads`` and
-        ``num_key_value_heads``; and, where they are there, ``head_dim`` (else ``hidden_size`` by heads) and
-        ``rope_theta``. For a config with other names, override this with an object that has these, such as a
-        ``SimpleNamespace``; decoding asks only for what the properties below read.
+        Training gives a new drafter the sizes ``intermediate_size``, ``num_attention_heads`` and
+        ``num_key_value_heads`` from here and, if present, ``head_dim`` (default: ``hidden_size`` by heads) and
+        ``rope_theta``. If the config uses other names, override this with an object that has these, such as a
+        ``SimpleNamespace``. Decoding reads only what the properties below use.
         """
         model = self.language_model
         config = getattr(model, "args", None) or getattr(model, "config", None)
@@ -88,45 +87,43 @@ class TargetAdapter:
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence in tokens that the model was made for, if it says so."""
+        """Longest sequence in tokens that the model supports; ``None`` if its config does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def embedding_scale(self) -> float:
-        """What the backbone multiplies :meth:`embed` by before its first layer: the target's own factor.
+        """The factor by which the backbone multiplies :meth:`embed` before its first layer.
 
-        A drafter embeds with ``embed(tokens) * embedding_scale``, times its own ``input_embedding_scale``
-        (1 unless its config says otherwise).
+        A drafter embeds with ``embed(tokens) * embedding_scale``, times its own ``input_embedding_scale`` (default 1).
         """
         return 1.0
 
     def embed(self, tokens_BL: mx.array) -> mx.array:
-        """Rows of the embedding table, ``[B, L, E]``, as the table holds them: not yet scaled."""
+        """Rows ``[B, L, E]`` of the embedding table, not scaled yet."""
         return self.embedding(tokens_BL)
 
     @property
     def head_table(self) -> nn.Module:
-        """The module whose rows are the head's: ``lm_head``, or the token embedding table where the head is tied."""
+        """The module whose rows are the head's: ``lm_head``, or the token embedding table of a tied head."""
         return self.language_model.lm_head if "lm_head" in self.language_model else self.embedding
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
-        """Logits ``[B, L, V]`` from final hidden states that are normalised already: a drafter has its own norm.
+        """Logits ``[B, L, V]`` from normalised final hidden states: :meth:`cap_logits` of :attr:`head_table`'s product.
 
-        They are the products with the rows of :attr:`head_table`, below the cap of :meth:`cap_logits`.
+        The norm is the backbone's, since a drafter has a norm of its own.
         """
         table = self.head_table
         return self.cap_logits(table.as_linear(hidden_BLE) if hasattr(table, "as_linear") else table(hidden_BLE))
 
     def cap_logits(self, logits: mx.array) -> mx.array:
-        """What the model does to each logit by itself, after the product: nothing, or a soft cap."""
+        """What the model does to each logit after the product: nothing, or a soft cap."""
         return logits
 
     def head_rows(self, token_ids_N: mx.array) -> Callable[[mx.array], mx.array]:
-        """The head of the tokens ``token_ids_N`` alone: final hidden states ``[.., E]`` to logits ``[.., N]``.
+        """A function from final hidden states ``[.., E]`` to the logits ``[.., N]`` of the tokens ``token_ids_N``.
 
-        Its rows are gathered here, once, as they are stored: packed if the head is quantised. Where a family has a
-        :meth:`head` of its own, or its table is of a class that is not known here, all logits are computed and then
-        chosen from.
+        Its rows are gathered once, packed if the head is quantised. If a family overrides :meth:`head`, or its table
+        is of an unknown class, all logits are computed and the wanted ones selected.
         """
         usual = getattr(self.head, "__func__", None) is TargetAdapter.head
         product = rows_of_table(self.head_table, token_ids_N) if usual else None
@@ -143,11 +140,10 @@ class TargetAdapter:
     ) -> tuple[mx.array, mx.array]:
         """Normalised final hidden states ``[B, L, E]`` and features ``[B, L, F]`` of one pass.
 
-        Features are the outputs of the layers ``layer_ids`` (0-based, after their residuals),
-        concatenated in that order. ``recorder`` makes the calls of layers in place of the backbone.
+        Features are the outputs of the layers ``layer_ids`` (0-based, after their residuals), concatenated in that
+        order. ``recorder`` calls the layers in place of the backbone.
 
-        Raises ``IncompatibleModelsError`` if the backbone does not call a layer
-        whose output is asked for, or a layer's output is not one ``[B, L, E]`` array.
+        Raises ``IncompatibleModelsError`` if the backbone does not call one of these layers.
         """
         with self.tapped(layer_ids, recorder) as outputs:
             hidden_BLE = self.run_backbone(tokens_BL, cache)
@@ -164,27 +160,26 @@ class TargetAdapter:
         return self.backbone(tokens_BL, cache=cache)
 
     def feature(self, output: Any) -> mx.array:
-        """The hidden states ``[B, L, E]`` in what a layer returned (the first of several values)."""
+        """The hidden states ``[B, L, E]`` in a layer's output (the first of several values)."""
         return output[0] if isinstance(output, tuple) else output
 
     def chat_tokens(self, tokenizer: Any, messages: list[dict[str, str]], **switches: Any) -> list[int]:
-        """Token ids of a chat prompt that ends where the answer begins.
+        """Token ids of a chat prompt, up to where the answer begins.
 
-        ``switches`` go to the chat template (``enable_thinking``, ``reasoning_effort``); templates ignore
-        those that they do not know.
+        ``switches`` go to the chat template (``enable_thinking``, ``reasoning_effort``), which ignores unknown ones.
         """
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **switches)
 
     def stop_tokens(self, tokenizer: Any) -> frozenset[int]:
-        """Token ids that end an answer, as the tokenizer and the model's generation config give them."""
+        """Token ids that end an answer, from the tokenizer and the model's generation config."""
         return frozenset(tokenizer.eos_token_ids)
 
     @contextmanager
     def tapped(self, layer_ids: Sequence[int], recorder: LayerCaller | None = None) -> Iterator[dict[int, Any]]:
-        """For one forward pass, put a :class:`LayerTap` in the place of each layer; yields outputs by layer id.
+        """For one forward pass, replace layers by :class:`LayerTap`; yields their outputs by layer id.
 
-        Only the list of layers is exchanged, and put back whatever happens, so modules and parameter
-        names are untouched. Not for two threads on the same model at once.
+        Only the list of layers is exchanged, and always restored, so modules and parameter names are untouched. Not
+        for two threads on the same model at once.
         """
         outputs: dict[int, Any] = {}
         layers, owner = self.layers, self.layers_owner
@@ -199,7 +194,7 @@ class TargetAdapter:
 
 
 def rows_of_table(table: nn.Module, rows_N: mx.array) -> Callable[[mx.array], mx.array] | None:
-    """The linear map ``[.., E]`` to ``[.., N]`` by some rows of a linear layer or an embedding, quantised or not.
+    """The linear map ``[.., E]`` to ``[.., N]`` by rows of a linear layer or an embedding, quantised or not.
 
     ``None`` for a module of another class.
     """
@@ -217,13 +212,13 @@ def rows_of_table(table: nn.Module, rows_N: mx.array) -> Callable[[mx.array], mx
 
     else:
         return None
-    mx.eval(arrays)  # of this thread's stream, whichever threads use them
+    mx.eval(arrays)  # on this thread's stream, whichever thread uses them
     bias_N = arrays.get("bias")
     return product if bias_N is None else lambda x: product(x) + bias_N
 
 
 class LayerTap:
-    """Stands for a layer: calls it, through a recorder if there is one, keeps the output; lends its attributes."""
+    """Stands in for a layer: calls it, by the recorder if there is one, and keeps the output."""
 
     def __init__(self, layer: nn.Module, index: int, outputs: dict[int, Any], recorder: LayerCaller | None):
         self._layer, self._index, self._outputs, self._recorder = layer, index, outputs, recorder
@@ -240,7 +235,7 @@ class LayerTap:
         return getattr(self._layer, name)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # some backbones choose a mask by isinstance
+    def __class__(self) -> type:  # some backbones select a mask by isinstance
         return type(self._layer)
 
 
@@ -253,6 +248,6 @@ def _list_of_layers(owner: nn.Module, layers: Sequence[nn.Module]) -> tuple[str,
     if name is None or absent[name]:
         raise IncompatibleModelsError(
             f"No list of {type(owner).__name__} holds layer {absent[name][0] if name else 0} of the adapter; layers "
-            "must be modules of one list, and layers_owner the module that has it."
+            "must be modules of one list, and layers_owner the module that has this list."
         )
     return name, lists[name]

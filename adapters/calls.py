@@ -1,6 +1,4 @@
-"""Which modules a model calls in one pass, with what, and what they return: a look that no adapter takes part in.
-
-Knows how MLX modules are called and how mlx-lm models take a cache. Must not know adapters or any architecture.
+"""Records the module calls of one forward pass, their arguments and outputs, independently of any adapter.
 
 Shapes: B batch, L length, E hidden size.
 """
@@ -15,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-_ONE_AT_A_TIME = RLock()  # classes are put back in the order in which they were taken
+_ONE_AT_A_TIME = RLock()  # __call__ of shared classes must be restored in reverse order
 ROUNDING = 2e-2  # of the largest number; models compute in half precision too
 
 
@@ -54,7 +52,7 @@ class Call:
 
 @dataclass
 class Pass:
-    """One pass of a model over ``tokens [B, L]``: its logits ``[B, L, V]``, its caches and every call, in order."""
+    """One pass of a model over ``tokens [B, L]``: its logits ``[B, L, V]``, its caches, and every call in order."""
 
     model: nn.Module
     tokens: mx.array
@@ -78,7 +76,7 @@ class Pass:
 
 
 def _snapshot(value: Any) -> Any:
-    """Arrays as they are now: models change some in place (``h *= scale``). What is no array stays the same object."""
+    """The current arrays in ``value``: models change some in place (``h *= scale``). Other objects stay the same."""
     if isinstance(value, tuple):
         return tuple(_snapshot(item) for item in value)
     return mx.stop_gradient(value) if isinstance(value, mx.array) else value
@@ -86,9 +84,9 @@ def _snapshot(value: Any) -> Any:
 
 @contextmanager
 def _recorded(model: nn.Module, calls: list[Call]) -> Iterator[None]:
-    """Record into ``calls`` at the modules' classes, which is where Python looks ``__call__`` up."""
+    """Record into ``calls`` by patching the modules' classes, where Python looks up ``__call__``."""
     stack: list[Call] = []
-    thread = get_ident()  # others may decode with modules of the same classes meanwhile
+    thread = get_ident()  # other threads may use modules of the same classes meanwhile
 
     def recording(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +120,7 @@ def _recorded(model: nn.Module, calls: list[Call]) -> Iterator[None]:
 
 
 def streams(value: Any, shape_BLE: tuple[int, ...]) -> list[mx.array]:
-    """Every array ``[B, L, E]`` in what a layer took or returned: of several values, and of stacked streams."""
+    """Every array ``[B, L, E]`` in a layer's input or output, also of several values and of stacked streams."""
     if isinstance(value, list | tuple):
         return [stream for item in value for stream in streams(item, shape_BLE)]
     if not isinstance(value, mx.array) or value.shape[-3:] != shape_BLE:
@@ -131,7 +129,7 @@ def streams(value: Any, shape_BLE: tuple[int, ...]) -> list[mx.array]:
 
 
 def factor(ours: mx.array, theirs: mx.array) -> float | None:
-    """The number by which ``ours`` was multiplied to give ``theirs``, ``None`` if there is no such number."""
+    """The number ``theirs / ours``, or ``None`` if ``theirs`` is not a multiple of ``ours``."""
     a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
     scale = mx.sum(a * b) / mx.maximum(mx.sum(a * a), 1e-30)
     rest = mx.max(mx.abs(b - scale * a)) / mx.maximum(mx.max(mx.abs(b)), 1e-30)
@@ -141,10 +139,10 @@ def factor(ours: mx.array, theirs: mx.array) -> float | None:
 def embedding_factors(
     embed: Callable[[mx.array], mx.array], layers: Sequence[nn.Module], one: Pass, other: Pass
 ) -> list[float]:
-    """By what ``embed(tokens)`` is multiplied in the first layer's input, for each stream that is a multiple of it.
+    """The factors on ``embed(tokens)`` in the first layer's input, one for each stream that is a multiple of it.
 
-    The difference between two passes over different tokens is looked at, so that what is added by position alone
-    drops out. Empty if a norm or a projection lies between the table and the first of ``layers``.
+    Two passes over different tokens are subtracted, which cancels what depends on the position alone. Empty if a norm
+    or a projection lies between the table and the first of ``layers``.
     """
     first = [p.first_call(layers) for p in (one, other)]
     if first[0] is None or first[1] is None:

@@ -1,7 +1,5 @@
 """Gemma targets: embeddings scaled by the backbone, soft-capped logits, text models inside wrappers.
 
-Knows what Gemma models of mlx-lm do differently from the usual layout. Must not know the decode loop or any drafter.
-
 Shapes: B batch, L length, E hidden size.
 """
 
@@ -28,16 +26,16 @@ class GemmaAdapter(TargetAdapter):
         return self.embedding if tied else self.language_model.lm_head
 
     def cap_logits(self, logits: mx.array) -> mx.array:
-        """``logits`` below the model's cap."""
+        """``logits`` with the model's soft cap, if it has one."""
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
 
 @register_adapter("gemma3n")
 class Gemma3nAdapter(GemmaAdapter):
-    """Carries several streams through its layers; the backbone applies the head itself.
+    """Several streams pass through the layers, and the backbone applies the head itself.
 
-    Features are the stream that the model predicts with (``altup_active_idx``).
+    Features are the stream that predictions are made from (``altup_active_idx``).
     """
 
     @property
@@ -49,7 +47,7 @@ class Gemma3nAdapter(GemmaAdapter):
         return self.language_model
 
     def run_backbone(self, tokens_BL: mx.array, cache: list[Any] | None) -> mx.array:
-        """Final hidden states: what the backbone's norm returns on the way to its logits."""
+        """Final hidden states ``[B, L, E]``: the output of the backbone's norm, before its logits."""
         norm, normalised = self.backbone.norm, []
 
         def keep(hidden_BLE: mx.array) -> mx.array:

@@ -1,8 +1,7 @@
-"""The adapter of last resort: finds the parts of any mlx-lm model by their usual shape.
+"""The fallback adapter: finds the parts of any mlx-lm model by structure.
 
-Knows that ``model.layers`` are the decoder layers, that one module owns that list (the backbone) and the
-token embedding, and that what the model does with the backbone's output is its head. Must not know any
-one architecture. Whether it found the right parts is for :mod:`dflash.target.trial` to say.
+It assumes that ``model.layers`` are the decoder layers, that one module (the backbone) owns that list and the token
+embedding, and that the rest of the model is the head. :mod:`dflash.target.trial` checks whether the parts are right.
 """
 
 from collections.abc import Iterator
@@ -21,10 +20,7 @@ ModulePath = tuple[tuple[str, nn.Module], ...]
 
 
 class GenericAdapter(TargetAdapter):
-    """Backbone, embedding and head by structure.
-
-    Raises ``IncompatibleModelsError`` in the constructor if one is not found.
-    """
+    """Backbone, embedding and head by structure; ``IncompatibleModelsError`` if one is not found."""
 
     guessed: ClassVar[bool] = True
 
@@ -43,8 +39,8 @@ class GenericAdapter(TargetAdapter):
         if not with_table or with_table[-1] == 0:
             found = ", ".join(f"{key} ({type(part).__name__})" for key, part in self._holder.items())
             raise IncompatibleModelsError(
-                f"{type(self._holder).__name__} of {name} has no token embedding: an nn.Embedding is looked for beside "
-                f"the layers, and it has {found}."
+                f"{type(self._holder).__name__} of {name} has no token embedding: an nn.Embedding is looked for next "
+                f"to the layers, and it has {found}."
             )
         self._name, self._backbone = path[with_table[-1]]
         self._owner = path[with_table[-1] - 1][1]
@@ -80,7 +76,7 @@ class GenericAdapter(TargetAdapter):
 
     @cached_property
     def embedding_scale(self) -> float:
-        """Measured on two short passes; 1 where the backbone does more to embeddings than multiply them."""
+        """Measured on two short passes; 1 if the backbone does more than multiply embeddings by a factor."""
         half = self.vocab_size // 2
         tokens = mx.arange(8)[None] % half
         one, other = (Pass(self.model, ids) for ids in (tokens, tokens + half))
@@ -88,7 +84,7 @@ class GenericAdapter(TargetAdapter):
         return float(f"{found[0]:.6g}") if found else 1.0
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
-        """The model's own call, with the backbone standing aside for ``hidden_BLE``."""
+        """The model's own call, with the backbone replaced by one that returns ``hidden_BLE``."""
         backbone = self._backbone
         self._owner[self._name] = _StandIn(backbone, hidden_BLE)
         try:
@@ -98,7 +94,7 @@ class GenericAdapter(TargetAdapter):
 
 
 class _StandIn:
-    """Answers a backbone's call with given hidden states, and lends its attributes."""
+    """Returns given hidden states when called as the backbone; has the backbone's attributes."""
 
     def __init__(self, backbone: nn.Module, hidden_BLE: mx.array):
         self._backbone, self._hidden_BLE = backbone, hidden_BLE
@@ -111,7 +107,7 @@ class _StandIn:
 
 
 def _paths(module: nn.Module, path: ModulePath = ()) -> Iterator[ModulePath]:
-    """The path to each module that is not in a list, as names and modules from the outermost on."""
+    """The path to each module that is not in a list, as names and modules from the outermost inwards."""
     path = path or (("", module),)
     yield path
     for name, value in module.items():

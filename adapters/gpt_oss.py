@@ -1,7 +1,4 @@
-"""GPT-OSS targets: sliding and full attention in turn, with sinks.
-
-Knows what GPT-OSS models of mlx-lm do differently from the usual layout. Must not know the decode loop or any drafter.
-"""
+"""GPT-OSS targets: alternate sliding and full attention, with sinks."""
 
 from .base import TargetAdapter
 from .registry import register_adapter
@@ -9,4 +6,4 @@ from .registry import register_adapter
 
 @register_adapter("gpt_oss")
 class GptOssAdapter(TargetAdapter):
-    """The switch of its chat template is ``reasoning_effort`` ("low", "medium", "high")."""
+    """GPT-OSS. Its chat template has ``reasoning_effort`` ("low", "medium", "high")."""

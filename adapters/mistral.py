@@ -1,7 +1,4 @@
-"""Mistral targets, dense and mixtures of experts, also as the text part of Mistral 3.
-
-Knows what Mistral models of mlx-lm do differently from the usual layout. Must not know the decode loop or any drafter.
-"""
+"""Mistral targets: dense, mixtures of experts, and the text part of Mistral 3."""
 
 from .base import TargetAdapter
 from .registry import register_adapter
@@ -9,4 +6,4 @@ from .registry import register_adapter
 
 @register_adapter("mistral", "mixtral", "ministral3", "mistral3")
 class MistralAdapter(TargetAdapter):
-    """``mistral`` is loaded by mlx-lm as ``llama``, and named by its own ``model_type``."""
+    """Mistral. mlx-lm loads ``mistral`` with its ``llama`` module; its ``model_type`` stays ``mistral``."""

@@ -1,8 +1,4 @@
-"""From an mlx-lm ``model_type`` to its adapter class.
-
-Knows names only, its own and those that other packages announce under the entry-point group
-``dflash.adapters``. Must not know what adapters do.
-"""
+"""The registry of adapters by mlx-lm ``model_type``, extended by the entry-point group ``dflash.adapters``."""
 
 from collections.abc import Callable
 
@@ -19,7 +15,7 @@ ADAPTERS: Registry[type[TargetAdapter]] = Registry("adapter", "dflash.adapters")
 
 
 def register_adapter(*model_types: str) -> Callable[[type[TargetAdapter]], type[TargetAdapter]]:
-    """Class decorator: this adapter serves the given mlx-lm ``model_type`` names.
+    """Class decorator: register an adapter for the given mlx-lm ``model_type`` names.
 
     Raises ``TypeError`` without names: ``@register_adapter`` must be called.
     """
@@ -46,10 +42,7 @@ def adapter_for_model_type(model_type: str) -> type[TargetAdapter]:
 
 
 def detect_model_architecture(model: nn.Module) -> str:
-    """The ``model_type`` of a loaded mlx-lm model.
-
-    Raises ``IncompatibleModelsError`` if it has none.
-    """
+    """The ``model_type`` of a loaded mlx-lm model. Raises ``IncompatibleModelsError`` if it has none."""
     model_type = getattr(model, "model_type", None)
     if not isinstance(model_type, str):
         raise IncompatibleModelsError(f"{type(model).__name__} has no model_type; expected a model loaded by mlx_lm.")
@@ -57,12 +50,12 @@ def detect_model_architecture(model: nn.Module) -> str:
 
 
 def find_adapter(model: nn.Module) -> TargetAdapter:
-    """The adapter of a loaded mlx-lm model: its family's, else the generic one if that finds the model's parts.
+    """The adapter of a loaded mlx-lm model: its family's, or the generic one.
 
-    Whether a generic adapter found the right parts is not tried here: :class:`~dflash.LoadedTargetModel` does.
+    The parts that the generic one found are not tried here: :class:`~dflash.LoadedTargetModel` does.
 
-    Raises ``IncompatibleModelsError`` if parts are not found, and
-    ``DFlashError`` if the package that announces this ``model_type`` cannot be loaded.
+    Raises ``IncompatibleModelsError`` if parts are not found, and ``DFlashError`` if the package that announces this
+    ``model_type`` cannot be loaded.
     """
     model_type = detect_model_architecture(model)
     found = ADAPTERS.find(model_type)
@@ -75,7 +68,7 @@ def find_adapter(model: nn.Module) -> TargetAdapter:
 
 
 def generic_does_not_fit(model_type: str, reason: str) -> IncompatibleModelsError:
-    """The error for an architecture that needs an adapter of its own, with what else could be the cause."""
+    """The error for an architecture that needs an adapter of its own; it names packages that failed to load."""
     broken = "".join(f" {message}" for message in ADAPTERS.broken)
     return IncompatibleModelsError(
         f"model_type {model_type!r} has no adapter, and the generic one does not fit: {reason.rstrip('.')}. "

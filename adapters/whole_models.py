@@ -1,7 +1,4 @@
-"""GPT-NeoX (Pythia) and Lille targets: architectures whose backbone goes on to the logits itself.
-
-Knows what these models of mlx-lm call their parts, and in which order they call them. Must not know the decode loop or
-any drafter.
+"""GPT-NeoX (Pythia) and Lille targets: architectures whose backbone computes the logits itself.
 
 Shapes: B batch, L length, E hidden size.
 """
@@ -17,11 +14,11 @@ from .registry import register_adapter
 
 
 class WholeModelAdapter(TargetAdapter):
-    """Embeds, calls the layers and normalises as the backbone would, and ends there; subclasses name the parts."""
+    """Repeats the backbone's call up to the last norm; subclasses name the parts."""
 
     @property
     def norm(self) -> nn.Module:
-        """What normalises the last layer's output."""
+        """The norm after the last layer."""
         raise NotImplementedError
 
     def run_backbone(self, tokens_BL: mx.array, cache: list[Any] | None) -> mx.array:

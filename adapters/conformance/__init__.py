@@ -1,7 +1,4 @@
-"""Does a target decode exactly here, and would a drafter fit it? One call that tries everything both rely on.
-
-Knows the order of the checks. Must not know how a check works, or any one architecture.
-"""
+"""Conformance: does a target decode exactly, and would a drafter fit it? One call checks everything they rely on."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,18 +26,17 @@ def check(
     show: bool = False,
     **cache_options: Any,
 ) -> Report:
-    """Check that ``model`` (from mlx-lm, or a :class:`~dflash.LoadedTargetModel`) decodes exactly here.
+    """Check that ``model`` (from mlx-lm, or a :class:`~dflash.LoadedTargetModel`) decodes exactly.
 
     Args:
         model: The target; its weights are only read.
-        rounds: Blocks of random length and acceptance that are verified and rewound, at least 1.
+        rounds: Blocks of random length and acceptance to verify and rewind, at least 1.
         seed: Seed for tokens, block lengths and acceptances.
         on_check: Called with each check as it ends.
         show: Whether the rounds show their progress.
         cache_options: As in :meth:`~dflash.LoadedTargetModel.make_cache` (``max_kv_size``, ``kv_bits``).
 
-    Raises ``DFlashError`` for fewer than one round. What is wrong with the target is not
-    raised but reported.
+    Raises ``DFlashError`` for fewer than one round. Faults of the target are reported, not raised.
     """
     if rounds < 1:
         raise DFlashError(f"rounds must be at least 1, got {rounds}.")
@@ -65,8 +61,8 @@ def check(
 
 
 def run_checks(trial: FullTrial) -> Iterator[Check]:
-    """Each check as it ends. After a failed first one there are no caches, and none of the others can run."""
-    _ = trial.objects  # noted before anything runs
+    """Each check as it ends. If the first fails, there are no caches, and no other check can run."""
+    _ = trial.objects  # recorded before anything runs
     for number, (name, step) in enumerate(CHECKS.items()):
         trial.skipped = ""
         found = Check(name, run(step, trial), trial.skipped)

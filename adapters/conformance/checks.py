@@ -1,7 +1,4 @@
-"""The checks that decode, and all checks in order.
-
-Knows the decode loop and how to compare its text with plain greedy decoding. Must not know any one architecture.
-"""
+"""The checks that decode, and all checks in order."""
 
 import random
 from collections.abc import Callable
@@ -28,7 +25,7 @@ NEAR_TIE = 1e-3  # a best token that leads by less may lose its lead to rounding
 
 
 def _chunks(trial: Trial) -> None:
-    """A prompt fed in chunks leaves the caches and the last hidden state of a prompt fed at once."""
+    """A prompt fed in chunks gives the same caches and last hidden state as one fed at once."""
     target, tokens = trial.target, trial.tokens(LENGTH, trial.seed)
     whole, pieces = (target.make_cache(**trial.cache_options) for _ in range(2))
     expected, _ = target.forward_hidden(tokens, whole, ())
@@ -43,13 +40,13 @@ def _chunks(trial: Trial) -> None:
 
 @dataclass
 class TokenCount:
-    """A drafter's cache that holds only how many tokens it was told."""
+    """A drafter's cache that only counts tokens."""
 
     offset: int = 0
 
 
 class ScriptedDrafter:
-    """Drafts the plain greedy text, each token rightly with probability ``right``."""
+    """Drafts the plain greedy text, each token correct with probability ``right``."""
 
     block_size = BLOCK
     target_layer_ids: tuple[int, ...] = ()
@@ -58,7 +55,7 @@ class ScriptedDrafter:
         self.text, self.vocab, self.right, self.chance = text, vocab, right, random.Random(0)
 
     def bind(self, target: LoadedTargetModel) -> None:
-        """Nothing of the target is needed."""
+        """Nothing of the target is used."""
 
     def make_cache(self) -> "TokenCount":
         return TokenCount()
@@ -74,10 +71,10 @@ class ScriptedDrafter:
 
 
 class UnsureDrafter(ScriptedDrafter):
-    """The same, but the right token is its second choice where its first is wrong."""
+    """The same with logits: where the first choice is wrong, the correct token is the second."""
 
     def propose(self, anchor: mx.array, length: int, cache: TokenCount) -> Proposal:
-        """Drafts with logits, of which a tree can be grown."""
+        """Drafts with logits, from which a tree can be grown."""
         drafts_1N = super().propose(anchor, length, cache).tokens
         right_1N = mx.array([(self.text[cache.offset + 1 :][:length] + [0] * length)[:length]])
         ids_V = mx.arange(self.vocab)
@@ -86,7 +83,7 @@ class UnsureDrafter(ScriptedDrafter):
 
 
 def _decoding(trial: Trial) -> None:
-    """Speculative decoding writes plain greedy decoding's text, whether drafts are never, mostly or always right."""
+    """Speculative decoding gives plain greedy decoding's text, whether drafts are never, mostly or always right."""
     prompt = cast(list[int], trial.tokens(LENGTH, trial.seed)[0].tolist())
     text, leads = _plain_greedy(trial.target, prompt, trial.cache_options)
     for right in (0.0, 0.8, 1.0):
@@ -95,7 +92,7 @@ def _decoding(trial: Trial) -> None:
 
 
 def _trees(trial: Trial) -> None:
-    """So it does with trees of drafts, where the target can verify them; where it cannot, it says why."""
+    """The same with trees of drafts; skipped, with the reason, if the target cannot verify trees."""
     assert isinstance(trial, FullTrial)
     try:
         trial.target.check_trees(trial.target.make_cache(**trial.cache_options))
@@ -117,7 +114,7 @@ def _compare_text(
         pass
     for i, (ours, plain, lead) in enumerate(zip(state.tokens[len(prompt) :], text, leads, strict=True)):
         if ours != plain and lead < NEAR_TIE:
-            break  # two tokens were equally good: plain decoding itself depends on rounding here
+            break  # a near tie: plain decoding itself depends on rounding here
         if ours != plain:
             raise Mismatch(f"token {i} is {ours}, plain decoding writes {plain} ({what})")
 
@@ -125,7 +122,7 @@ def _compare_text(
 def _plain_greedy(
     target: LoadedTargetModel, prompt: list[int], cache_options: dict[str, Any]
 ) -> tuple[list[int], list[float]]:
-    """Tokens one by one from the model's own call, and by how much each leads over the second best."""
+    """Tokens one by one from the model's own call, and each token's lead over the second best."""
     cache = target.make_cache(**cache_options)
     tokens: list[int] = []
     leads: list[float] = []
@@ -147,13 +144,13 @@ def _plain_greedy(
 
 @dataclass
 class FullTrial(Trial):
-    """A trial that also knows which objects the model was made of when it began, and why a check was left out."""
+    """A trial that also records the model's objects at the start, and why a check was skipped."""
 
     skipped: str = ""
 
     @cached_property
     def objects(self) -> list[tuple[str, int]]:
-        """Every module and array of the model by name, in order, with its identity, when first asked for."""
+        """:func:`model_objects` of the target, when first asked for."""
         return model_objects(self.target.model)
 
 
@@ -164,7 +161,7 @@ def model_objects(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def _same_objects(trial: Trial) -> None:
-    """The model consists of the same module and array objects as before the checks."""
+    """The model has the same module and array objects as before the checks."""
     assert isinstance(trial, FullTrial)
     before, after = trial.objects, model_objects(trial.target.model)
     changed = next((name for (name, _), new in zip(before, after, strict=False) if (name, _) != new), None)
@@ -173,7 +170,7 @@ def _same_objects(trial: Trial) -> None:
 
 
 def _drafter_sizes(trial: Trial) -> None:
-    """The config gives what a new drafter takes from its target; where it does not, a recipe must say it."""
+    """The config has the sizes of a new drafter; if not, a recipe must set them, and the check is skipped."""
     assert isinstance(trial, FullTrial)
     config = trial.target.adapter.config
     missing = [name for name in DRAFTER_SIZES if not isinstance(getattr(config, name, None), int)]
@@ -191,4 +188,4 @@ CHECKS: dict[str, Callable[[Trial], None]] = TRIAL | {
     "a drafter's sizes follow from the config": _drafter_sizes,
     "the model's own objects are unchanged": _same_objects,
 }
-"""All checks, in order: first those that take a few passes, then those that decode."""
+"""All checks in order: first those of a few passes, then those that decode."""

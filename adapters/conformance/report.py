@@ -1,7 +1,4 @@
-"""What a conformance check found, as records and as a table.
-
-Knows rich. Must not know what is checked.
-"""
+"""The result of a conformance check, as records and as a table."""
 
 from dataclasses import dataclass, field
 
@@ -15,8 +12,8 @@ class Check:
 
     Args:
         name: What was checked.
-        difference: The first one found; empty where the check passed.
-        skipped: Why it was left out, or what is not there: the target decodes without it.
+        difference: The first difference found; empty if the check passed.
+        skipped: Why it was skipped, or what is missing; the target decodes without it.
     """
 
     name: str
@@ -31,13 +28,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`~dflash.adapters.conformance.check` found.
+    """The result of :func:`~dflash.adapters.conformance.check`.
 
     Args:
         model_type: The model's architecture.
         adapter: Name of its adapter class; empty if none fits.
-        caches: Cache class of each layer with its rewind rule, ``None`` where there is none.
-        checks: One entry a check, in the order in which they ran.
+        caches: Cache class of each layer with its rewind rule, ``None`` if there is none.
+        checks: One entry per check, in the order in which they ran.
     """
 
     model_type: str
@@ -47,7 +44,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether the target decodes exactly, as far as the checks can tell."""
+        """Whether all checks passed."""
         return bool(self.checks) and all(c.passed for c in self.checks)
 
     @property

@@ -1,10 +1,8 @@
 """A small random model of every architecture of the installed mlx-lm.
 
-``VALUES`` makes a config small by field name, ``CHANGES`` says what one architecture needs beyond that.
-Windows are 8 to 16 tokens, so that a short run wraps them several times. Random weights keep the size
-of what passes through, so that no layer is blind to its input and best tokens lead clearly.
-
-Knows the config classes of mlx-lm. Must not know what the models are checked for.
+``VALUES`` are small sizes by field name, ``CHANGES`` what one architecture needs beyond them. Windows are 8 to 16
+tokens, so that a short run wraps them several times. Random weights keep the scale of activations, so that every layer
+depends on its input and best tokens lead clearly.
 """
 
 import dataclasses
@@ -26,7 +24,7 @@ NOT_MODELS = {
     *("activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla", "pipeline"),
     *("rope_utils", "ssm", "switch_layers"),
 }
-"""Modules of ``mlx_lm.models`` that hold parts, not architectures."""
+"""Modules of ``mlx_lm.models`` that are no architectures."""
 
 VALUES: dict[str, Any] = {
     # sizes
@@ -253,7 +251,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "step3p5": {"layer_types": SLIDING_4, "share_expert_dim": 64},
 }
-"""What an architecture (or the text model inside a wrapper) needs beyond ``VALUES``."""
+"""What an architecture (or the text model of a wrapper) needs beyond ``VALUES``."""
 
 TEXT_MODELS = {
     "gemma3": "gemma3_text.ModelArgs",
@@ -278,12 +276,12 @@ TEXT_MODELS = {
 
 
 def architecture_names() -> list[str]:
-    """Every module of ``mlx_lm.models`` that holds an architecture."""
+    """Every module of ``mlx_lm.models`` that is an architecture."""
     return sorted(m.name for m in pkgutil.iter_modules(mlx_lm.models.__path__) if m.name not in NOT_MODELS)
 
 
 def build(name: str, seed: int = 0, limit: int = 20_000_000, **changes: Any) -> nn.Module:
-    """The architecture ``name``, small, float32, with random weights; ``changes`` go to its (text) config.
+    """A small float32 model of the architecture ``name`` with random weights; ``changes`` go to its (text) config.
 
     Raises ``ValueError`` if it would have more than ``limit`` parameters.
     """
@@ -310,7 +308,7 @@ def small_config(args_class: type, model_type: str, changes: dict[str, Any]) -> 
 
 
 def randomize(model: nn.Module, seed: int) -> nn.Module:
-    """Matrices that keep the size of what passes through, embeddings of size 1, vectors near what they were."""
+    """Random matrices that keep the scale of activations, embeddings of size 1, vectors near their old values."""
     weights = []
     for i, (name, w) in enumerate(named_arrays(model)):
         if not mx.issubdtype(w.dtype, mx.floating):

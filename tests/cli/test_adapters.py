@@ -85,9 +85,8 @@ def test_what_cannot_be_checked_is_refused_in_one_line(arguments, message):
 
 def test_bench_shows_the_time_of_a_rewind_for_each_kind_of_cache(monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
-    monkeypatch.setattr(rewind_cost, "WIDE", {})
     monkeypatch.setattr(rewind_cost, "PROMPT", 20)
-    monkeypatch.setattr(rewind_cost, "MODELS", {"full attention": ("qwen3", sizes, 0.5)})
+    monkeypatch.setattr(rewind_cost, "MODELS", {"full attention": ("qwen3", sizes)})
     (cost,) = rewind_cost.measure(2)
     assert cost.rewind > 0
     assert cost.fraction == cost.rewind / cost.block

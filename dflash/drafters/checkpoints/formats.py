@@ -173,7 +173,7 @@ def _shift(values: Values) -> None:
 
 
 def _width(values: Values) -> None:
-    """The drafter has the target's width, since it borrows embedding and head. A full vocabulary is not a reduced one."""
+    """The drafter has the target's width, since it borrows embedding and head. A full vocabulary is not reduced."""
     width = values.pop("target_hidden_size", None)
     if width is not None and width != values.get("hidden_size"):
         raise CheckpointError(

@@ -1,7 +1,4 @@
-"""On what something was measured: versions, device, BLAS, time, and the commit of a checkout.
-
-Knows where to look. Must not know what was measured.
-"""
+"""What something was measured on: versions, device, BLAS, time, and the commit of a checkout."""
 
 import platform
 import subprocess
@@ -12,16 +9,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..policies.threads import DecodeThreads
 from . import backend
 
 PACKAGES = ("dflash-research", "mlx", "mlx-lm", "transformers")
 
 
-def environment(threads: DecodeThreads | None = None) -> dict[str, Any]:
+def environment(threads: object | None = None) -> dict[str, Any]:
     """Plain data for JSON: what a reader needs to compare two results later.
 
-    ``blas_threads`` is what ``threads`` chose for decoding, and why; without, the process's own number.
+    ``blas_threads`` is the text of ``threads`` (the choice made for decoding), by default the process's own number.
     """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

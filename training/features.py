@@ -31,10 +31,10 @@ from dflash.core.files import atomic_write, read_json, remove_unfinished, write_
 from dflash.core.progress import progress
 
 from .batches import Batches, Blocks, trainable
+from .cpu import forward_hidden
 from .data.dataset import MANIFEST, dataset_fingerprint, read_manifest, shard_sizes
 from .data.sequences import Ints, Sequences, pad_batch, plan_batches
 from .drafters.loss import Batch
-from .quick_layers import forward_hidden
 from .recipe import DataSettings
 
 logger = logging.getLogger(__name__)

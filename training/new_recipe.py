@@ -1,10 +1,8 @@
-"""A complete recipe for one target: what to tap, which mask, batches that fit this machine, the expected time.
-
-Knows targets, settings, and how long a trial takes. Must not know how a run is carried out.
-"""
+"""A complete recipe for one target: layers to read, mask token, batches that fit this machine, expected time."""
 
 import logging
 import math
+import os
 import textwrap
 import time
 from collections.abc import Sequence
@@ -16,27 +14,27 @@ import mlx.core as mx
 import mlx.nn as nn
 import yaml
 
-from dflash import DFlashConfig, LoadedTargetModel, load_target
+from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.core.errors import TrainingError
 from dflash.core.files import flat
 from dflash.drafters.checkpoints.config import spread_layer_ids
 
 from ..core.settings import settings_help, to_dict, with_overrides
 from .batches import Batches
+from .cpu import forward_hidden
 from .data.dataset import open_dataset
 from .data.mask_token import unused_tokens
 from .data.sequences import Sequences
 from .drafters.init import new_drafter
 from .drafters.loss import Batch, drafter_loss
 from .loop.clock import duration
-from .memory import machine_memory, training_memory
-from .quick_layers import forward_hidden
 from .recipe import DataSettings, DrafterShape, Recipe, RunSettings
 from .train import drafter_dtype
 
 logger = logging.getLogger(__name__)
 
 _PART = 0.75  # of the machine's memory: other programs and fragments need some too
+_LAYER_AT_WORK = 3.55  # what a layer holds in its forward and backward pass, in units of its forward values
 _TRIAL_TOKENS, _TRIAL_ANCHORS = 256, 16
 _LINES = 10  # of a short run's log, at least
 _FEW_STEPS = 100
@@ -61,12 +59,12 @@ def propose_recipe(
 ) -> Proposal:
     """A recipe for ``target`` (a folder or a hub name), and what it costs on this machine.
 
-    With ``data``, a dataset of ``dflash prepare``, lengths are those of the data and the mask is none of its tokens.
-    ``overrides`` are settings such as ``"drafter.num_hidden_layers=2"``, which win over what would be proposed; the
-    rest is proposed to go with them. ``trust_remote_code`` is as in :func:`~dflash.load_target`.
+    With ``data``, a dataset made by ``dflash prepare``, sequence lengths follow the data and the mask token is one that
+    the data does not contain. ``overrides`` are settings such as ``"drafter.num_hidden_layers=2"``; the rest of the
+    recipe is chosen to go with them. ``trust_remote_code`` is as in :func:`~dflash.load_target`.
 
     Raises ``DFlashError`` for a target or dataset that cannot be used, and
-    :class:`~dflash.core.settings.SettingsError` for an override that cannot be.
+    :class:`~dflash.core.settings.SettingsError` for an impossible override.
     """
     loaded = load_target(target, trust_remote_code)
     sequences = None if data is None else open_dataset(data, "train", loaded)
@@ -77,12 +75,13 @@ def propose_recipe(
     checked = Recipe(target, settings, RunSettings(folder=run or Path("runs") / name), drafter)
     checked = with_overrides(checked, overrides, _PROPOSED)
     model = new_drafter(checked.drafter, loaded, sequences)
-    checked = _fitting(checked, loaded, model.config, _size(model)[0], reasons, overrides)
+    sizes = Sizes.of(loaded, model)
+    checked = _fitting(checked, sizes, reasons, overrides)
     if sequences is not None:
         checked = with_overrides(_paced(checked, sequences, reasons), overrides, _PROPOSED)
     for override in overrides:
         reasons.pop(override.partition("=")[0].strip(), None)
-    estimates = [_memory_line(checked, loaded, model.config, _size(model)[0])]
+    estimates = [_memory_line(training_memory(checked, sizes))]
     estimates.append(_time_line(checked, _trial(checked, loaded, model), sequences))
     return Proposal(checked, reasons, estimates)
 
@@ -119,35 +118,8 @@ def _data_settings(
     return DataSettings(folder, max_length=limit, batch_tokens=limit)
 
 
-def _size(model: nn.Module) -> tuple[int, int]:
-    """Numbers and bytes of a model's weights."""
-    arrays = flat(model.parameters()).values()
-    return sum(array.size for array in arrays), sum(array.nbytes for array in arrays)
-
-
-def _memory(recipe: Recipe, target: LoadedTargetModel, config: DFlashConfig, parameters: int) -> Any:
-    return training_memory(
-        config,
-        target_bytes=_size(target.model)[1],
-        value_bytes=drafter_dtype(target).size,
-        parameters=parameters,
-        blocks=recipe.data.max_blocks_per_batch,
-        batch_tokens=recipe.data.batch_tokens,
-        chunk=recipe.objective.chunk,
-        several_batches=recipe.run.batches_per_step > 1,
-        grad_checkpoint=recipe.run.grad_checkpoint,
-    )
-
-
-def _fitting(
-    recipe: Recipe,
-    target: LoadedTargetModel,
-    config: DFlashConfig,
-    parameters: int,
-    reasons: dict[str, str],
-    overrides: Sequence[str],
-) -> Recipe:
-    """``recipe`` with the most blocks a batch that fit into this machine's memory, eight batches of 1024 a step."""
+def _fitting(recipe: Recipe, sizes: "Sizes", reasons: dict[str, str], overrides: Sequence[str]) -> Recipe:
+    """``recipe`` with the most blocks per batch that fit in this machine's memory, and 8192 blocks per step."""
     room = _PART * machine_memory()
     reasons["run.grad_checkpoint"] = reasons["data.max_blocks_per_batch"] = "for this machine's memory"
     for blocks in (1024, 512, 256, 128, 64, 32):
@@ -158,20 +130,17 @@ def _fitting(
                 run=replace(recipe.run, batches_per_step=8 * 1024 // blocks, grad_checkpoint=checkpointed),
             )
             tried = with_overrides(tried, overrides, _PROPOSED)
-            if _memory(tried, target, config, parameters).peak <= room:
+            if training_memory(tried, sizes).peak <= room:
                 reasons["run.batches_per_step"] = "so that a step has 8192 blocks, as with larger batches"
                 return tried
     raise TrainingError(
-        f"Training for this target needs {_memory(tried, target, config, parameters).peak / 1e9:.0f} GB even with "
-        f"small batches; this machine has {machine_memory() / 1e9:.0f} GB. Use a quantised target or a larger machine."
+        f"Training for this target needs {training_memory(tried, sizes).peak / 1e9:.0f} GB even with small batches; "
+        f"this machine has {machine_memory() / 1e9:.0f} GB. Use a quantised target or a larger machine."
     )
 
 
 def _paced(recipe: Recipe, sequences: Sequences, reasons: dict[str, str]) -> Recipe:
-    """``recipe`` with lines of the log and evaluations on the way, however few steps there are.
-
-    Data for few steps is warned of.
-    """
+    """``recipe`` that logs and evaluates on the way, however few its steps; warns if the data makes few."""
     batches = len(Batches(sequences, recipe.data, recipe.run.epochs))
     per_step = min(recipe.run.batches_per_step, batches)
     if per_step < recipe.run.batches_per_step:
@@ -190,8 +159,71 @@ def _paced(recipe: Recipe, sequences: Sequences, reasons: dict[str, str]) -> Rec
     return replace(recipe, run=run)
 
 
-def _memory_line(recipe: Recipe, target: LoadedTargetModel, config: DFlashConfig, parameters: int) -> str:
-    memory = _memory(recipe, target, config, parameters)
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the memory of training follows from besides the recipe. ``value_bytes`` is of the drafter's dtype."""
+
+    config: DFlashConfig
+    parameters: int
+    value_bytes: int
+    target_bytes: int
+
+    @classmethod
+    def of(cls, target: LoadedTargetModel, drafter: DFlashDraftModel) -> "Sizes":
+        target_bytes = sum(weight.nbytes for weight in flat(target.model.parameters()).values())
+        parameters = sum(weight.size for weight in flat(drafter.parameters()).values())
+        return cls(drafter.config, parameters, drafter_dtype(target).size, target_bytes)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one training run, part by part."""
+
+    target: int
+    drafter: int
+    sum: int
+    batch: int
+    update: int
+
+    @property
+    def peak(self) -> int:
+        """The most that exists at once: a batch and the update follow each other."""
+        return self.target + self.drafter + self.sum + max(self.batch, self.update)
+
+
+def training_memory(recipe: Recipe, sizes: Sizes) -> Memory:
+    """The memory that ``recipe`` takes, by the arithmetic of the comments in ``configs/``.
+
+    Weights, gradients and moments are float32.
+    """
+    config, parameters, value_bytes = sizes.config, sizes.parameters, sizes.value_bytes
+    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    widths = 8 * config.hidden_size + 3 * heads + 4 * kv_heads + 4 * config.intermediate_size
+    positions = recipe.data.max_blocks_per_batch * config.block_size
+    layer = int(_LAYER_AT_WORK * positions * widths * value_bytes)
+    inputs = positions * config.hidden_size * config.num_hidden_layers * value_bytes
+    layers = inputs + layer if recipe.run.grad_checkpoint else config.num_hidden_layers * layer
+    logits = 3 * recipe.objective.chunk * (config.draft_vocab_size or config.vocab_size) * 4
+    features = recipe.data.batch_tokens * len(config.target_layer_ids) * config.hidden_size * value_bytes
+    return Memory(
+        target=sizes.target_bytes,
+        drafter=16 * parameters,
+        sum=4 * parameters if recipe.run.batches_per_step > 1 else 0,
+        batch=layers + logits + features + (value_bytes * parameters if value_bytes < 4 else 0),
+        update=12 * parameters,
+    )
+
+
+def machine_memory() -> int:
+    """Bytes that MLX can use: the GPU's memory if there is a GPU, otherwise the machine's."""
+    size = mx.device_info().get("memory_size") if mx.default_device() == mx.Device(mx.gpu) else None
+    return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_line(memory: Memory) -> str:
     gigabytes = [part / 1e9 for part in (memory.peak, memory.target, memory.drafter + memory.sum, memory.batch)]
     return (
         "Memory, by arithmetic: about {:.1f} GB at the peak (target {:.1f}, drafter with gradients and moments {:.1f}, "
@@ -203,7 +235,7 @@ def _memory_line(recipe: Recipe, target: LoadedTargetModel, config: DFlashConfig
 
 
 def _trial(recipe: Recipe, target: LoadedTargetModel, model: Any) -> float:
-    """Seconds of a batch as large as the recipe allows, scaled up from a small one."""
+    """Seconds of a batch as large as the recipe allows, extrapolated from a small one."""
     length = min(_TRIAL_TOKENS, recipe.data.max_length)
     tokens = mx.random.randint(0, target.vocab_size, (1, length), key=mx.random.key(0))
     anchors = mx.arange(_TRIAL_ANCHORS)[None] * max(1, (length - recipe.drafter.block_size) // _TRIAL_ANCHORS)
@@ -223,7 +255,7 @@ def _trial(recipe: Recipe, target: LoadedTargetModel, model: Any) -> float:
 
 
 def _fastest(function: Any, *arguments: Any) -> float:
-    """Seconds of the quicker of two calls; the first one also compiles."""
+    """Seconds of the faster of two calls; the first one also compiles."""
     seconds = []
     for _ in range(2):
         begin = time.perf_counter()
@@ -233,7 +265,7 @@ def _fastest(function: Any, *arguments: Any) -> float:
 
 
 def training_seconds(recipe: Recipe, target: LoadedTargetModel) -> float:
-    """Seconds that a recipe with a dataset will about take, without evaluations, from a short measurement."""
+    """Roughly how many seconds a recipe takes on its dataset, without evaluations, by a short measurement."""
     sequences = open_dataset(recipe.data.folder, "train", target)
     batches = recipe.run.batches_per_step * (recipe.run.steps or 0)
     batches = batches or len(Batches(sequences, recipe.data, recipe.run.epochs))
@@ -258,7 +290,7 @@ def _time_line(recipe: Recipe, batch_seconds: float, sequences: Sequences | None
 
 
 def as_yaml(proposal: Proposal) -> str:
-    """The recipe as a file with every setting, its meaning or the reason for its value."""
+    """The recipe as a file with every setting and its meaning, or the reason for its value."""
     recipe = proposal.recipe
     help_of: dict[str, str] = {}
     for field in fields(recipe):

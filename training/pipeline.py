@@ -22,6 +22,7 @@ from dflash.core.errors import DataError
 from dflash.core.files import atomic_write
 from dflash.prompts.conversations import read_conversations
 
+from .cpu import model_to_write_with
 from .data.dataset import MANIFEST
 from .data.plan import PrepareSettings
 from .data.prepare import prepare
@@ -32,7 +33,6 @@ from .loop.clock import duration
 from .loop.run_folder import BEST
 from .loop.run_folder import RECIPE as RUN_OF_TRAIN
 from .new_recipe import as_yaml, propose_recipe, training_seconds
-from .quick_layers import model_to_write_with
 from .recipe import load_recipe
 from .train import FINISHED, train
 

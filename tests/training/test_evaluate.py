@@ -60,9 +60,7 @@ def test_heldout_sequences_that_cannot_be_scored_are_a_logged_reason(folder, cap
 
 def test_prompts_without_room_for_an_answer_say_what_to_lower():
     sequences = Sequences.from_lists([[1, 2], [3, 4, 5]], [[9], [9, 9]])
-    with pytest.raises(
-        TrainingError, match=r"All 2 held-out prompts have more than 1 tokens.* Lower run\.eval"
-    ):
+    with pytest.raises(TrainingError, match=r"All 2 held-out prompts have more than 1 tokens.* Lower run\.eval"):
         evaluate.heldout_prompts(sequences, 2, longest=1)
     with pytest.raises(TrainingError, match="no prompt to evaluate on"):
         evaluate.heldout_prompts(Sequences.from_lists([[], [6]], [[9], []]), 2)

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from dflash import LoadedTargetModel
 from dflash.core.errors import DataError
 
-from ..quick_layers import forward_hidden, model_to_write_with
+from ..cpu import forward_hidden, model_to_write_with
 from .chat import Row
 from .plan import PrepareSettings, longest_sequence
 from .sequences import Ints, Sequences, pad_batch, plan_batches

@@ -25,7 +25,7 @@ from dflash.core.progress import progress
 from dflash.options import DecodeOptions
 from dflash.target.identity import target_fingerprint
 
-from ..quick_layers import model_to_write_with
+from ..cpu import model_to_write_with
 from .chat import MARK
 from .dataset import json_line
 from .responses import generate_responses, require_batches

@@ -26,8 +26,8 @@ from dflash.core.files import flat, write_arrays, write_json
 from ...core.settings import SettingsError, require
 from ..data.sequences import Ints, Sequences, pad_batch, plan_batches
 from ..loop.settings import FitSettings
-from ..quick_layers import FAMILIES as QUICK_FAMILIES
-from ..quick_layers import decoder_layer
+from ..cpu import FAMILIES as QUICK_FAMILIES
+from ..cpu import decoder_layer
 
 _ADDED = ("vocab_size", "tie_word_embeddings", "eos_token_id")
 """Keys of ``config.json`` that the recipe must not set: the tokenizer decides them."""

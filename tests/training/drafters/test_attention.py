@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 import pytest
+from support.dense_attention import dense_attention
 from support.dense_loss import relative_difference
 
-from dflash.training.bench import DenseAttention
 from dflash.training.drafters import attention
 
 
@@ -22,11 +22,11 @@ def attention_and_gradients(scheme, arrays, anchors, *kind):
 
 
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (None, True), (5, False), (5, True), (1, True)])
-def test_the_dense_mask_of_the_benchmark_is_the_same_attention(window, causal, monkeypatch):
+def test_attention_by_tiles_is_that_of_one_dense_mask(window, causal, monkeypatch):
     monkeypatch.setattr(attention, "_ANCHORS_AT_ONCE", 2)
     both = [
         attention_and_gradients(scheme, *random_attention(), window, causal)
-        for scheme in (attention.block_attention, DenseAttention())
+        for scheme in (attention.block_attention, dense_attention)
     ]
     for mine, dense in zip(*both, strict=True):
         assert mx.abs(mine - dense).max() < 1e-5

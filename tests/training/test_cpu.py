@@ -8,11 +8,11 @@ from support.models import llama_model, qwen3_model, randomize
 
 from dflash import LoadedTargetModel
 from dflash.adapters.conformance import small_models
-from dflash.training import quick_layers
+from dflash.training import cpu
+from dflash.training.cpu import forward_hidden, has_quick_layers, model_to_write_with
 from dflash.training.data.responses import generate_responses
-from dflash.training.quick_layers import forward_hidden, has_quick_layers, model_to_write_with
 
-pytestmark = pytest.mark.skipif(not quick_layers.on_cpu(), reason="only a CPU has use for them")
+pytestmark = pytest.mark.skipif(not cpu.on_cpu(), reason="only a CPU has use for them")
 
 
 def qwen2_model():
@@ -69,7 +69,7 @@ def test_other_families_and_other_devices_keep_the_targets_own_pass(monkeypatch)
     plain, half = LoadedTargetModel(qwen3_model(1)), LoadedTargetModel(qwen3_model(1))
     half.model.set_dtype(mx.bfloat16)
     assert has_quick_layers(plain)
-    monkeypatch.setattr(quick_layers, "on_cpu", lambda: False)
+    monkeypatch.setattr(cpu, "on_cpu", lambda: False)
     for target in (other, plain):
         assert not has_quick_layers(target)
         assert model_to_write_with(target) is target.model

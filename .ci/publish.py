@@ -1,8 +1,6 @@
-"""A drafter's folder in the package, made ready to ship: entered in the index by which its target finds it.
+"""Make a drafter's folder in the package ready to ship, and enter it in the index by which its target finds it.
 
-    python -m dflash.training.publish dflash/real/NAME --target runs/NAME/target --name org/NAME --bits 8
-
-Knows the index and a drafter's files. Must not know how drafters are trained, or how the index is read.
+python .ci/publish.py dflash/real/NAME --target runs/NAME/target --name org/NAME --bits 8
 """
 
 import argparse
@@ -19,13 +17,12 @@ from dflash.target.identity import norm_fingerprint, target_fingerprint
 
 
 def publish(folder: Path, target: Path, name: str, bits: int | None = None) -> None:
-    """Enter the drafter in ``folder`` in the index as that of ``target``, whose ``name`` is for messages.
+    """Enter the drafter in ``folder`` in the index as that of ``target``; messages call the target ``name``.
 
-    Written anew without ``target_fingerprint``, since one drafter serves every quantisation of its target; its weights
-    in bfloat16, or in ``bits`` bits. An older entry of the folder is replaced.
+    The drafter is rewritten in bfloat16 or ``bits`` bits, without ``target_fingerprint``: one drafter serves every
+    quantisation of its target. An older entry for the folder is replaced.
 
-    Raises ``IncompatibleModelsError`` if the drafter was trained for another target, or the target
-    cannot be told from others, and ``OSError`` where the folder cannot be written to.
+    Raises ``IncompatibleModelsError`` if the drafter was trained for another target or the target has no norm weights.
     """
     loaded, model = load_target(target), load_drafter(folder, bits)
     if model.config.target_fingerprint not in (None, target_fingerprint(loaded)):
@@ -33,7 +30,7 @@ def publish(folder: Path, target: Path, name: str, bits: int | None = None) -> N
     model.bind(loaded)
     fingerprint = norm_fingerprint(loaded)
     if fingerprint is None:
-        raise IncompatibleModelsError(f"{target} has no norm weights, by which targets are told from each other.")
+        raise IncompatibleModelsError(f"{target} has no norm weights, which identify a target.")
     model.config = replace(model.config, target_fingerprint=None)
     save_drafter(model, folder)
     place = Path(os.path.relpath(folder, bundled.INDEX.parent)).as_posix()
@@ -48,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="the drafter's folder in the package, as dflash export wrote it")
     parser.add_argument("--target", type=Path, required=True, help="the target's folder")
     parser.add_argument("--name", required=True, help="what the target is called")
-    parser.add_argument("--bits", type=int, help="quantise the drafter to so many bits; default: bfloat16")
+    parser.add_argument("--bits", type=int, help="quantise the drafter to this many bits; default: bfloat16")
     given = parser.parse_args(arguments)
     try:
         publish(given.folder, given.target, given.name, given.bits)

@@ -1,22 +1,22 @@
-"""Answers with their times: plain mlx_lm and DFlash on the same prompts, in turns.
-
-Knows how to time a stream of tokens. Must not know the command line, tokenizers, how results are shown, or how
-an answer is judged.
-"""
+"""Answers with their times: plain mlx_lm and DFlash on the same prompts, alternating."""
 
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from sys import maxsize
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx_lm
-from mlx_lm.generate import generation_stream
+from mlx_lm.generate import generate_step, generation_stream
 
 from ..core.errors import DFlashError, GenerationError, one_line
+from ..decoding.block import Block
 from ..decoding.sampling import GREEDY, LogitsProcessor, RandomState, Sampler
+from ..decoding.stream import responses, through_stop
+from ..decoding.text import TextStream
 from ..generate import DFlashSpeculativeDecoder
 from ..policies.threads import DecodeThreads
 from ..prompts.conversations import Conversation
@@ -24,7 +24,7 @@ from ..target import LoadedTargetModel
 from .identity import Difference, find_difference
 
 PLAIN, DFLASH = "plain mlx_lm", "DFlash"
-PIECE = 16  # tokens of a turn where sides answer together
+PIECE = 16  # tokens of a turn if sides answer together
 
 
 class Step(NamedTuple):
@@ -118,21 +118,36 @@ def plain_side(
     longest: int | None = None,
     sampler: Sampler = GREEDY,
     logits_processors: list[LogitsProcessor] | None = None,
+    *,
+    stop_strings: Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    **options: Any,
 ) -> Side:
     """``mlx_lm.stream_generate`` as its users call it; prompt and answer have at most ``longest`` tokens.
+
+    ``options`` are others of mlx-lm, such as ``kv_bits``. It has no stop strings, and stops only at the tokenizer's
+    tokens: where others are given, its tokens are cut as DFlash's are.
 
     Raises ``GenerationError`` for fewer than one token: -1 would mean no end to mlx-lm.
     """
     if max_tokens < 1:
         raise GenerationError(f"max_tokens must be at least 1 to compare, got {max_tokens}.")
-    options: dict[str, Any] = {"sampler": sampler, "logits_processors": logits_processors}
+    options |= {"sampler": sampler, "logits_processors": logits_processors}
 
     def answer(prompt: list[int]) -> Iterator[Step]:
         room = _room(max_tokens, longest, prompt)
         stream = mlx_lm.stream_generate(target.model, target.tokenizer, prompt, room, **options)
         return (Step([r.token], r.text) for r in stream)
 
-    return answer
+    def cut_answer(prompt: list[int]) -> Iterator[Step]:
+        room = _room(max_tokens, longest, prompt)
+        stops = target.stop_token_ids() if stop_token_ids is None else frozenset(stop_token_ids)
+        tokens = generate_step(mx.array(prompt), target.model, max_tokens=room, **options)
+        steps = through_stop((Block([], [int(token)], 0) for token, _ in tokens), stops, room)
+        text = TextStream(target.tokenizer.detokenizer, stop_strings or ())
+        return (Step(r.tokens, r.text) for r in responses(len(prompt), steps, text, None))
+
+    return answer if stop_strings is None and stop_token_ids is None else cut_answer
 
 
 def dflash_side(
@@ -158,43 +173,33 @@ def _room(max_tokens: int, longest: int | None, prompt: list[int]) -> int:
 
 def time_side(side: Side, prompt: list[int], show: Callable[[str], object] | None = None) -> Run:
     """Let ``side`` answer and take the time; ``show`` gets the text piece by piece."""
-    mx.synchronize(generation_stream)  # plain decoding leaves one step more than it needs in flight
-    steps: list[Step] = []
-    began = first = now = time.perf_counter()
-    for step in side(prompt):
-        now = time.perf_counter()
-        first = first if steps else now
-        steps.append(step)
-        if show is not None:
-            show(step.text)
-    return _finished(steps, now - first, now - began)
-
-
-def _finished(steps: Sequence[Step], seconds: float, request_seconds: float) -> Run:
-    blocks = [(len(s.tokens), *s.block) for s in steps if s.block]
-    committed, drafted, accepted = ([block[i] for block in blocks] for i in range(3))
-    tokens, text = [token for s in steps for token in s.tokens], "".join(s.text for s in steps)
-    return Run(tokens, text, seconds, committed, drafted, accepted, request_seconds)
+    answer = _Answer(side, prompt, show=show)
+    answer.advance(maxsize)
+    return answer.run()
 
 
 class _Answer:
-    """A side's answer that is advanced piece by piece, with a random state and a stream of its own.
+    """A side's answer that can be advanced piece by piece, with a random state and a stream of its own.
 
-    Only its own time counts. A piece ends when the device has done what the side has asked of it so far.
+    Only the side's own time counts. A piece ends when the device has done what the side has asked of it so far.
     """
 
-    def __init__(self, side: Side, prompt: list[int], seed: int):
-        mx.random.seed(seed)
+    def __init__(
+        self, side: Side, prompt: list[int], seed: int | None = None, show: Callable[[str], object] | None = None
+    ):
+        if seed is not None:
+            mx.random.seed(seed)
         self.finished, self._random_state = False, RandomState.now()
         self._stream = mx.default_stream(mx.default_device())
-        self._coming, self._steps = iter(side(prompt)), list[Step]()
+        self._coming, self._steps, self._show = iter(side(prompt)), list[Step](), show
         self._tokens, self._seconds, self._request_seconds = 0, 0.0, 0.0
 
     def advance(self, tokens: int) -> None:
-        """Until the answer has so many tokens, or ends."""
+        """Continue until the answer has ``tokens`` tokens, or ends."""
         others = mx.default_stream(mx.default_device())
         mx.set_default_stream(self._stream)  # a generator that waits within mx.stream would leave its own to the others
         self._random_state.restore()
+        mx.synchronize(generation_stream)  # plain decoding leaves one step more than it needs in flight
         try:
             self._advance(tokens)
         finally:
@@ -205,21 +210,22 @@ class _Answer:
         while self._tokens < tokens and not self.finished:
             began = time.perf_counter()
             step = next(self._coming, None)
-            took = time.perf_counter() - began
             if step is None:
                 self.finished = True
-                break
-            self._request_seconds += took
-            self._seconds += took if self._steps else 0.0
+                return
+            self._count(time.perf_counter() - began)
             self._steps.append(step)
             self._tokens += len(step.tokens)
+            if self._show is not None:
+                self._show(step.text)
         began = time.perf_counter()
-        mx.synchronize(self._stream)
+        mx.synchronize(self._stream)  # what is in flight is a part of this answer
         mx.synchronize(generation_stream)
-        if not self.finished:  # what is under way then is a part of this answer
-            waited = time.perf_counter() - began
-            self._request_seconds += waited
-            self._seconds += waited
+        self._count(time.perf_counter() - began)
+
+    def _count(self, seconds: float) -> None:
+        self._request_seconds += seconds
+        self._seconds += seconds if self._steps else 0.0
 
     def close(self) -> None:
         """Let the side give back what it holds."""
@@ -228,7 +234,10 @@ class _Answer:
 
     def run(self) -> Run:
         """The answer so far."""
-        return _finished(self._steps, self._seconds, self._request_seconds)
+        blocks = [(len(s.tokens), *s.block) for s in self._steps if s.block]
+        committed, drafted, accepted = ([block[i] for block in blocks] for i in range(3))
+        tokens, text = [token for s in self._steps for token in s.tokens], "".join(s.text for s in self._steps)
+        return Run(tokens, text, self._seconds, committed, drafted, accepted, self._request_seconds)
 
 
 def compare(
@@ -244,18 +253,18 @@ def compare(
     threads: DecodeThreads | None = None,
     together: bool = False,
 ) -> Iterator[dict[str, PromptResult]]:
-    """Answer every prompt ``runs`` times by plain decoding and each drafter in turns, the first to go changing.
+    """Answer every prompt ``runs`` times by plain decoding and each drafter, alternating; who is first changes.
 
-    One uncounted run of each side on the first prompt comes first. Yields the results of a prompt by the name of
-    the drafter. Unless ``greedy``, tokens are not compared: a rounding can turn a draw. All sides answer
-    with the number of BLAS threads that ``threads`` chose before the first prompt.
+    Before that, each side answers the first prompt once, uncounted. Yields the results of a prompt by the name of
+    the drafter. Unless ``greedy``, tokens are not compared: rounding can change which token is sampled. All sides
+    answer with the number of BLAS threads that ``threads`` chose before the first prompt.
 
-    With ``together`` the turns are pieces of ``PIECE`` tokens, not whole answers: on a shared machine, whose speed
-    moves by a third within seconds, all sides then meet the same. Each piece pays a little for what the one before it
-    left in the processor's caches, so the order is drawn anew each turn.
+    With ``together`` the sides alternate after every ``PIECE`` tokens, not after whole answers, so that all of them
+    see the same changes in the speed of a shared machine. Each piece pays a little for what the previous one left in
+    the processor's caches, so the order is random in each turn.
 
-    Raises ``DFlashError``, naming side and prompt, if one side fails; with ``on_failure`` it
-    goes there instead, and the next prompt follows.
+    Raises ``DFlashError``, naming side and prompt, if one side fails; with ``on_failure`` the error is passed to that
+    function instead, and the next prompt follows.
     """
     if runs < 1:
         raise GenerationError(f"runs must be at least 1, got {runs}.")
@@ -268,7 +277,7 @@ def compare(
                     for name in sides:
                         _run(sides, name, prompt, i + 1)
                 warm = True
-                done = (_together if together else _in_turns)(sides, prompt, i, runs, seed)
+                done = _alternate(sides, prompt, i, runs, seed, together)
         except DFlashError as error:
             if on_failure is None:
                 raise
@@ -281,39 +290,27 @@ def compare(
         yield results
 
 
-def _in_turns(
-    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int
+def _alternate(
+    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int, together: bool
 ) -> dict[str, list[Run]]:
-    done: dict[str, list[Run]] = {name: [] for name in sides}
-    names = list(sides)
-    for run in range(runs):
-        for name in _rotated(names, number + run):
-            mx.random.seed(seed + run)
-            done[name].append(_run(sides, name, prompt, number + 1))
-    return done
-
-
-def _together(
-    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int
-) -> dict[str, list[Run]]:
+    """Every side's runs of one prompt; a turn is a whole answer or, with ``together``, a piece of one."""
     done: dict[str, list[Run]] = {name: [] for name in sides}
     for run in range(runs):
         answers: dict[str, _Answer] = {}
-        for name, side in sides.items():
-            with _failures_named(name, number + 1):
-                answers[name] = _Answer(side, prompt.tokens, seed + run)
-        length, turn = 1, number + run
+        length, turn = 1 if together else maxsize, number + run
         try:
-            while coming := [name for name, answer in answers.items() if not answer.finished]:
-                for name in random.Random(turn).sample(coming, len(coming)):
+            while coming := [name for name in sides if name not in answers or not answers[name].finished]:
+                for name in random.Random(turn).sample(coming, len(coming)) if together else rotated(coming, turn):
                     with _failures_named(name, number + 1):
+                        if name not in answers:
+                            answers[name] = _Answer(sides[name], prompt.tokens, seed + run)
                         answers[name].advance(length)
                 length, turn = length + PIECE, turn + 1
         finally:
             for answer in answers.values():
                 answer.close()
-        for name, answer in answers.items():
-            done[name].append(_checked(answer.run(), name, number + 1))
+        for name in sides:
+            done[name].append(_checked(answers[name].run(), name, number + 1))
     return done
 
 
@@ -323,9 +320,10 @@ def _run(sides: Mapping[str, Side], name: str, prompt: BenchPrompt, number: int)
     return _checked(run, name, number)
 
 
-def _rotated(names: list[str], turn: int) -> list[str]:
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The order of ``names`` in a turn: another one is first in each, so that no side always is."""
     first = turn % len(names)
-    return names[first:] + names[:first]
+    return [*names[first:], *names[:first]]
 
 
 def _pairs(plain: list[Run], dflash: list[Run]) -> tuple[list[list[int]], list[list[int]]]:

@@ -1,7 +1,4 @@
-"""``python -m dflash``: the ``dflash`` command.
-
-Knows where the command begins (``cli``). Must not know anything else.
-"""
+"""``python -m dflash``: the ``dflash`` command."""
 
 from .cli import main
 

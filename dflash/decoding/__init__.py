@@ -1,4 +1,4 @@
 """The method: draft a block, verify it in one target pass, commit, rewind.
 
-Start with ``loop``; ``block`` has its data, ``verify`` the rules, ``stream`` what a caller sees.
+Start with ``loop``, then ``block`` (one block's records and steps), ``verify`` (the rules) and ``stream`` (responses).
 """

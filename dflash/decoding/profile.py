@@ -1,7 +1,4 @@
-"""Where the seconds of a request went, by part, and which verify lengths were chosen, with what in mind.
-
-Knows the records of a trace. Must not know how a block is decoded, or how a profile is shown.
-"""
+"""A profile of one request: seconds by part, and blocks by verify length with what the policy expected of them."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -13,7 +10,7 @@ PARTS = ("prefill", "draft", "verify", "rewind", "plain", "host")
 
 @dataclass
 class LengthUse:
-    """The blocks that verified one number of drafts: sums, and by name each number that the policy gave for one."""
+    """Sums over the blocks that verified one number of drafts, and the policy's reasons for them by name (``why``)."""
 
     blocks: int = 0
     accepted: int = 0
@@ -22,21 +19,21 @@ class LengthUse:
     why: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def means(self) -> dict[str, float]:
-        """A block's averages: ``accepted``, ``committed`` and ``seconds``."""
+        """Averages per block: ``accepted``, ``committed`` and ``seconds``."""
         sums = {"accepted": self.accepted, "committed": self.committed, "seconds": self.seconds}
         return {name: value / self.blocks for name, value in sums.items()}
 
     def expected(self) -> dict[str, float]:
-        """What the policy expected of a block, by its own names, on average."""
+        """The averages of what the policy expected, by its own names."""
         return {name: fmean(values) for name, values in self.why.items()}
 
 
 @dataclass
 class Profile:
-    """A request's seconds by part and its blocks by verify length; a :data:`~dflash.decoding.trace.Trace` that adds up.
+    """A :data:`~dflash.decoding.trace.Trace` that sums a request's seconds by part and its blocks by verify length.
 
-    Parts: ``prefill``; ``draft``, ``verify`` and ``rewind`` of the blocks; ``plain`` steps while the drafter pauses;
-    ``host``, all the rest, in which the caller's own time is. They add up to the time of the request.
+    Parts: ``prefill``; ``draft``, ``verify`` and ``rewind`` of the blocks; ``plain`` steps while drafting pauses; and
+    ``host``, the rest, which includes the caller's own time. They add up to the time of the request.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -44,7 +41,7 @@ class Profile:
     blocks: int = 0
     plain_steps: int = 0
     pauses: list[int] = field(default_factory=list)
-    """Tokens of each pause in drafting, as the policy planned it when it began; of policies that say so."""
+    """The planned tokens of each pause in drafting, from policies that report ``next_attempt``."""
     _pausing: bool = False
 
     def __call__(self, record: dict[str, Any]) -> None:

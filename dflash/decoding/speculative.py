@@ -1,13 +1,9 @@
 """Speculative sampling: a verification rule that accepts drafts by the ratio of two distributions.
 
-Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318). Drafts are drawn from the drafter's
-own distribution ``q`` and accepted, at each position, with the probability ``sum(min(p, q))``. First mismatch takes
-the drafter's best tokens and accepts each with the target's probability of it. So this rule pays where the target is
-uncertain and the drafter knows how much. For the bundled models, whose target is nearly certain, it does not: 20
-heldout requests at temperature 1 gave an acceptance length of 8.7 against 10.2. Accepting blocks as a whole
-(arXiv:2403.10444) adds nothing for them: along the same drafts -0.01 to 0.01 tokens a block, within the error.
-
-Knows arrays. Must not know models, caches or text.
+Leviathan et al. 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318). Drafts are sampled from the drafter's
+own distribution ``q`` and accepted, at each position, with probability ``sum(min(p, q))``. First mismatch takes the
+drafter's best tokens and accepts each with the target's probability of it. So this rule pays where the target is
+uncertain and the drafter's probabilities are close to the target's.
 
 Shapes: N drafts, L = N + 1 positions, V vocabulary.
 """
@@ -24,20 +20,20 @@ from .verify import NO_TOKEN, Verified, first_mismatch, register_verify, token_i
 
 
 class SpeculativeSampling:
-    """Accept draft ``d`` with probability ``min(1, p(d) / q(d))``, else draw from ``max(p - q, 0)``, normalised.
+    """Accept draft ``d`` with probability ``min(1, p(d) / q(d))``, else sample from ``max(p - q, 0)``, normalised.
 
     ``p`` and ``q`` are the distributions of target and drafter under the same temperature, top-p, min-p and top-k, so
-    the text is distributed exactly as the target's. Greedily, or for a drafter without logits, it accepts as often
-    as first mismatch. Raises ``GenerationError`` for a sampler whose distribution is not known.
+    the text is distributed exactly as the target's. With greedy decoding or a drafter without logits, it accepts as
+    often as first mismatch. Raises ``GenerationError`` for a sampler whose distribution is not known.
     """
 
     def check_sampler(self, sampler: Sampler) -> None:
-        """Raise the error above before the first token; options call it."""
+        """Raise that error before the first token; called when options are checked."""
         if sampler is not GREEDY:
             _drawing(sampler)
 
     def propose(self, drafter: Drafter, anchor: mx.array, length: int, cache: Any, sampler: Sampler) -> Proposal:
-        """Drafts drawn from ``q`` in place of the drafter's best tokens; the decode loop calls it."""
+        """Drafts sampled from ``q`` in place of the drafter's best tokens; called by the decode loop."""
         if sampler is GREEDY:
             return drafter.propose(anchor, length, cache)
         if isinstance(drafter, DrawingDrafter):
@@ -58,7 +54,7 @@ class SpeculativeSampling:
         accepts = cast(list[bool], (mx.random.uniform(shape=(count,)) * q_N < p_N).tolist())
         accepted = next((i for i, accept in enumerate(accepts) if not accept), count)
 
-        # One row is drawn from, once it is known which: on a CPU a draw from a whole vocabulary takes milliseconds.
+        # Only the row that decides is sampled from: on a CPU, sampling from a large vocabulary is slow.
         p_V = p_LV[accepted]
         rest_V = mx.maximum(p_V - q_NV[accepted], 0) if accepted < count else p_V  # after the last draft all of p
         rest_V = mx.where(mx.any(rest_V > 0), rest_V, p_V)  # p = q, rejected by rounding
@@ -67,10 +63,10 @@ class SpeculativeSampling:
 
 
 def drawn(proposal: Proposal, sampler: DrawingSampler) -> Proposal:
-    """The proposal with each draft drawn from its own logits, as ``sampler`` says; as it is if it has no logits.
+    """The proposal with each draft sampled from its own logits by ``sampler``; unchanged if it has no logits.
 
-    The confidence is the drafter's probability of a draft before it is drawn, ``sum(q ** 2)``: it tells a policy what
-    this row's drafts are like, and nothing of the draft itself.
+    The confidence is the expected probability of a draft before it is sampled, ``sum(q ** 2)``. It tells a policy about
+    the distribution and nothing about the sampled draft.
     """
     if proposal.logits is None:
         return proposal
@@ -83,14 +79,14 @@ def drawn(proposal: Proposal, sampler: DrawingSampler) -> Proposal:
 
 
 def _dense_q(proposal: Proposal, drafts_N1: mx.array, vocab: int) -> mx.array:
-    """What each draft was drawn from, ``[N, V]``; without draws the drafter was certain of it."""
+    """The distribution that each draft was sampled from, ``[N, V]``: one-hot if it was not sampled."""
     if proposal.log_q is None:
         return (drafts_N1 == mx.arange(vocab)).astype(mx.float32)
     q_NK = mx.exp(proposal.log_q[0].astype(mx.float32))
     if proposal.candidates is None:
         return q_NK
     none_NV = mx.zeros((drafts_N1.shape[0], vocab))
-    if not none_NV.size:  # MLX adds to no rows with an error
+    if not none_NV.size:  # MLX raises an error for an update of no rows
         return none_NV
     rows_N1 = mx.arange(drafts_N1.shape[0])[:, None]
     return none_NV.at[rows_N1, proposal.candidates[0]].add(q_NK)

@@ -1,7 +1,4 @@
-"""From committed tokens to text that may be shown: whole characters only, stop strings never.
-
-Knows mlx-lm's streaming detokenizers. Must not know models or blocks.
-"""
+"""From committed tokens to text that may be shown: only whole characters, never a stop string."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,24 +7,24 @@ from typing import Any
 class TextStream:
     """Incremental detokenizing with stop strings matched on text, across token boundaries.
 
-    Text that could be the beginning of a stop string is held back until it is decided, and with it the tokens
-    after the one in which it begins. So neither text nor tokens depend on where blocks end.
+    Text that may be the beginning of a stop string is held back until that is decided, together with the tokens after
+    the one in which it begins. So neither text nor tokens depend on where blocks end.
     """
 
     def __init__(self, detokenizer: Any, stop_strings: Sequence[str] = ()):
         self._detokenizer = detokenizer
         self._detokenizer.reset()
         self._stop_strings = tuple(stop_strings)
-        self._held = ""  # text that is not decided yet
+        self._held = ""  # text not decided yet
         self._released = 0  # characters before it
-        self._waiting: list[tuple[int, int]] = []  # tokens that are not decided yet, each with where its text begins
+        self._waiting: list[tuple[int, int]] = []  # tokens not decided yet, and where the text of each begins
         self.stopped = False
-        self.segments: list[str] = []  # text of each token of the last `add`; after `finish` the rest is in the last
+        self.segments: list[str] = []  # text of each token of the last `add`; `finish` appends the rest to the last
 
     def add(self, tokens: Iterable[int]) -> tuple[str, list[int]]:
-        """Text and tokens that became certain with ``tokens``; nothing once a stop string was found."""
+        """The text and tokens that became certain with ``tokens``; nothing after a stop string."""
         segment, self.segments = "", []
-        for token in tokens:  # read after each: mlx-lm's naive detokenizer forgets a half character after a newline
+        for token in tokens:  # read one by one: mlx-lm's naive detokenizer forgets a half character after a newline
             begin = self._released + len(self._held) + len(segment) + self._spaces_kept_back()
             self._waiting.append((token, begin))
             self._detokenizer.add_token(token)
@@ -43,12 +40,12 @@ class TextStream:
         return self._release(rest, last=True)
 
     def _spaces_kept_back(self) -> int:
-        """Spaces already added that mlx-lm's detokenizer of byte-level tokens shows with the next token only."""
+        """Spaces already added that mlx-lm's byte-level detokenizer shows only with the next token."""
         pending = getattr(self._detokenizer, "_unflushed", None)
         return len(pending) - len(pending.lstrip("Ġ")) if isinstance(pending, str) else 0
 
     def _release(self, segment: str, last: bool = False) -> tuple[str, list[int]]:
-        """What is certain; the stop string that begins first wins, so the text does not depend on block borders."""
+        """What is certain now. The stop string that begins first wins, so the text does not depend on block borders."""
         if self.stopped:
             return "", []
         text = self._held + segment

@@ -1,1 +1,1 @@
-"""How many drafts a block verifies, and with how many threads a CPU decodes: decisions that follow measured time."""
+"""Decisions that follow measured times: how many drafts a block verifies, and how many threads a CPU decodes with."""

@@ -1,9 +1,9 @@
-"""The default policy: as many drafts as commit most tokens per second, and plain decoding where none pay.
+"""The default policy: the number of drafts with most tokens per second, and plain decoding where none pays.
 
 A block of ``k`` drafts commits ``1 + a_1 + a_1 a_2 + .. + a_1 .. a_k`` tokens on average, where ``a_i`` is the
-acceptance rate of draft ``i`` after right ones. Every block tells these rates and its time, whatever was decided, and
-the policy drafts the ``k`` with most tokens per second. If even that is slower than plain decoding, drafting pauses, so
-long that trying again costs little. ``dflash/docs/policies.md`` explains the rules and what they guarantee on a page.
+acceptance rate of draft ``i`` if those before it are accepted. Every block updates these rates and its length's time,
+whatever was decided, and the policy chooses the ``k`` with most tokens per second. If even that loses against plain
+decoding, drafting pauses until an attempt costs little. ``dflash/docs/policies.md`` explains rules and guarantees.
 """
 
 import math
@@ -15,24 +15,24 @@ from itertools import pairwise
 from .base import BlockRecord, Drafts, Policy, register_policy
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
-"""Drafts of a block to choose from, beside the most there are. With the anchor they fill the tiles of usual kernels."""
+"""Candidate numbers of drafts, besides all there are. With the anchor they fill the tiles of common kernels."""
 
-# Times. The second shortest of the newest few counts: noise only adds time, and any one time may be an accident.
-NEWEST, ENOUGH = 6, 3  # times that are kept of each length, and from how many on it is known
-AGE = 200  # tokens after which a time is old: without two newer ones a length is unknown again
-SLOPE = 0.05  # plain steps that each draft beyond the longest known length is hoped to add to a block
+# Times. The second shortest of the newest few counts: noise only adds time, and any single time may be an outlier.
+NEWEST, ENOUGH = 6, 3  # times kept per length, and how many make a length known
+AGE = 200  # tokens after which a time is old; without two newer ones the length is unknown again
+SLOPE = 0.05  # plain steps that each draft beyond the longest known length is assumed to add to a block
 REFERENCE, REFERENCE_STEPS = 192, ENOUGH + 2  # blocks after which plain steps are timed again, and how many
-SUSPECT = 1.25  # times a block's time, from which on a plain step's time is not believed and taken again
+SUSPECT = 1.25  # a plain step that takes this many times a block's time is timed again
 
 # Acceptance.
 MEMORY = 32  # blocks after which an outcome counts 1/e
-PRIOR, WEIGHT = 0.7, 2.0  # rate of a new drafter, and blocks that it, or the rate of the draft before, counts for
-EVIDENCE = 6.0  # blocks that earlier outcomes count for at most in a new request, and after a pause
+PRIOR, WEIGHT = 0.7, 2.0  # rate of a new drafter; blocks that it, or the rate of the draft before, counts for
+EVIDENCE = 6.0  # blocks that earlier outcomes count for at most in a new request and after a pause
 
 # Pauses.
-SHARE = 0.02  # part of the time that trying again may cost while drafting does not pay
+SHARE = 0.02  # share of the time that new attempts may cost while drafting does not pay
 SHORTEST, LONGEST = 4, 96  # tokens of a pause
-RECENT = 8  # blocks whose drafters, where there are several, say whether drafting pays
+RECENT = 8  # recent blocks whose drafters decide whether drafting pays
 
 
 class Times:
@@ -41,7 +41,7 @@ class Times:
     def __init__(self) -> None:
         self._newest: deque[tuple[int, float]] = deque(maxlen=NEWEST)
         self.typical = self.hint = math.inf
-        """The second shortest of enough times, and the shorter one of only two; infinite before there are so many."""
+        """The second shortest of enough times, and the same or the shorter of only two; infinite before."""
 
     def add(self, now: int, seconds: float) -> None:
         """Add the time of a block that ended after ``now`` tokens."""
@@ -52,24 +52,24 @@ class Times:
             self.typical = self.hint
 
     def known(self, now: int) -> bool:
-        """Whether enough times say what is typical, and not only old ones."""
+        """Whether there are enough times, at least two of them recent."""
         return len(self._newest) >= ENOUGH and now - self._newest[-2][0] <= AGE
 
 
 @dataclass
 class Record:
-    """What is known of one drafter: times by length, acceptance by position."""
+    """What is known about one drafter: times by length, acceptance by position."""
 
     times: dict[int, Times] = field(default_factory=dict)
     right: list[float] = field(default_factory=lambda: [PRIOR * WEIGHT])
     tried: list[float] = field(default_factory=lambda: [WEIGHT])
     parents: Sequence[int] | None = None
-    """Of the last tree; ``None`` for chains."""
+    """The last tree's; ``None`` for chains."""
     reach: int = 1
-    """The longest block to try: twice the longest one that was right as a whole, or whose time is known."""
+    """The longest block to try: twice the longest one that was accepted as a whole or whose time is known."""
 
     def learn(self, now: int, block: BlockRecord) -> Times:
-        """Add a block's time and the outcomes of its drafts; returns the times of its length."""
+        """Add a block's time and its drafts' outcomes; returns the times of its length."""
         times = self.times.setdefault(block.verified, Times())
         times.add(now, block.seconds)
         if block.accepted == block.verified or times.typical < math.inf:
@@ -89,26 +89,26 @@ class Record:
             self.tried[position] = min(tried, EVIDENCE)
 
     def tokens(self, most: int) -> list[float]:
-        """Tokens that a block is expected to commit, by its number of drafts, 0 to ``most``."""
+        """Expected tokens that a block commits, by its number of drafts from 0 to ``most``."""
         rate, survival, tokens = PRIOR, [1.0], [1.0]
         for i in range(most):
-            if i < len(self.tried):  # beyond, the last rate holds
+            if i < len(self.tried):  # beyond, the last rate applies
                 weight = WEIGHT if i else 0.0
                 rate = (self.right[i] + weight * rate) / (self.tried[i] + weight)
             if self.parents is None:
                 survival.append(rate * survival[i])
-            else:  # of nodes that no tree had yet, each is hoped to be as good as the last known one
+            else:  # a node that no tree had yet is assumed to be as good as the last known one
                 survival.append(rate * survival[self.parents[i] + 1] if i < len(self.parents) else survival[i])
             tokens.append(tokens[-1] + survival[-1])
         return tokens
 
     def seconds(self, most: int, now: int, plain: float) -> list[float]:
-        """Seconds of a block by its number of drafts, 0 to ``most``: on a line between known lengths, hopeful beyond.
+        """Seconds of a block with 0 to ``most`` drafts: linear between known lengths, optimistic beyond.
 
-        For an unknown length old or few times count if they are shorter: none is given up for good, or forgotten.
+        An unknown length keeps its old or few times if they are shorter, so none is given up for good or forgotten.
         """
         known = [(k, t.typical) for k, t in sorted(self.times.items()) if t.known(now)]
-        known = [(0, min([plain, *(typical for _, typical in known)])), *known]  # no block is quicker than a plain step
+        known = [(0, min([plain, *(typical for _, typical in known)])), *known]  # no block is faster than a plain step
         seconds: list[float] = []
         for (left, low), (right, high) in pairwise(known):
             seconds += [low + (high - low) * i / (right - left) for i in range(right - left)]
@@ -122,15 +122,15 @@ class Record:
 
 @register_policy("adaptive")
 class Adaptive(Policy):
-    """Drafts as many tokens as pay. What it measures serves later requests too, each of which finds it drafting."""
+    """Drafts as many tokens as pay. Measurements carry over to later requests, which begin with drafting."""
 
     def __init__(self) -> None:
-        self._plain, self._silent = Times(), Times()  # plain steps, and blocks for which nothing was proposed
+        self._plain, self._silent = Times(), Times()  # plain steps; blocks without proposals
         self._drafters: dict[str, Record] = {}
-        self._recent: deque[str | None] = deque(maxlen=RECENT)  # who drafted; None: nothing was proposed
+        self._recent: deque[str | None] = deque(maxlen=RECENT)  # sources of recent blocks; None: nothing was proposed
         self._now = self._blocks = 0  # tokens so far; blocks since the last plain step
         self._steps, self._last_step = 0, 0.0  # plain steps of this pause so far; seconds of the last one
-        self._pause, self._losing = REFERENCE_STEPS, False  # plain steps come first: they are what blocks must beat
+        self._pause, self._losing = REFERENCE_STEPS, False  # plain steps first: blocks must beat them
         self._why: dict[str, float] = {}
 
     def begin(self) -> None:
@@ -139,7 +139,7 @@ class Adaptive(Policy):
         self.wake()
 
     def wake(self) -> None:
-        """End a pause, unless plain steps are still to be timed; what was accepted before counts little now."""
+        """End a pause, unless plain steps have yet to be timed; earlier outcomes count little from now on."""
         for drafter in self._drafters.values():
             drafter.limit_evidence()
         if self._plain.typical < math.inf:
@@ -150,11 +150,11 @@ class Adaptive(Policy):
         return self._pause
 
     def draft_length(self, most: int) -> int:
-        """The best length; of several drafters the longest, as it is not known yet which one will draft."""
+        """The best length; with several drafters the longest, as it is not known yet which one will draft."""
         return max((self._best(drafter, most)[0] for drafter in self._drafters.values()), default=min(1, most))
 
     def verify_length(self, drafts: Drafts) -> int:
-        """The best length of the drafter whose drafts they are."""
+        """The best length for the drafter that made them."""
         if not drafts.count:
             return 0
         drafter = self._drafters.setdefault(drafts.source, Record())
@@ -167,7 +167,7 @@ class Adaptive(Policy):
         """Learn times and outcomes, and decide whether to pause."""
         self._now += block.accepted + 1
         if block.asleep:
-            # A pass is under way before the last one is read: a pause's first step waits for two, its last for none.
+            # The next pass starts before a token is read: a pause's first step waits for two passes, its last for none.
             if self._steps > 1:
                 self._plain.add(self._now, self._last_step)
             self._steps, self._last_step = self._steps + 1, block.seconds
@@ -185,25 +185,25 @@ class Adaptive(Policy):
             (times := self._silent).add(self._now, block.seconds)
         if not block.matched and self._loses():
             self._pause, self._losing = self._pause_length(), True
-        # A plain step does less than a block. If it seems to take much longer, it was timed while the machine was slow.
+        # A plain step does less than a block. If it seems to take much longer, the machine was slow then.
         elif self._blocks >= (REFERENCE if self._plain.typical < SUSPECT * times.typical else RECENT):
             self._pause, self._losing = REFERENCE_STEPS, False
 
     def why(self) -> dict[str, float]:
-        """Of a block, expected tokens and seconds beside those of a plain step; in a pause, the tokens left of it."""
+        """A block's expected tokens and seconds and a plain step's seconds; in a pause, the tokens left of it."""
         return dict(self._why)
 
     def _best(self, drafter: Record, most: int) -> tuple[int, float, float]:
         """The length with most tokens per second, and both of these."""
         most = min(most, drafter.reach)
-        # Before a plain step was timed no block was, so that any unit will do.
+        # If no plain step was timed, no block was either, so any unit will do.
         plain = self._plain.typical if self._plain.typical < math.inf else 1.0
         tokens, seconds = drafter.tokens(most), drafter.seconds(most, self._now, plain)
         best = max((k for k in (*LENGTHS, most) if k <= most), key=lambda k: tokens[k] / seconds[k])
         return best, tokens[best], seconds[best]
 
     def _loses(self) -> bool:
-        """Whether plain steps are faster than the best blocks of those who drafted the last few."""
+        """Whether plain steps are faster than the best blocks of the recent blocks' drafters."""
         plain = self._plain.typical
         best = {name: self._best(self._drafters[name], LENGTHS[-1]) for name in {*self._recent} if name is not None}
         silent = 0, 1.0, plain if self._silent.typical == math.inf else self._silent.typical
@@ -211,7 +211,7 @@ class Adaptive(Policy):
         return sum(tokens * plain - seconds for _, tokens, seconds in chosen) < 0
 
     def _pause_length(self) -> int:
-        """Tokens after which a block that brings no draft, as short as they come, costs :data:`SHARE` of the time."""
+        """The tokens after which one failed block of the shortest known length costs :data:`SHARE` of the time."""
         name, plain = self._recent[-1], self._plain.typical
         times = {0: self._silent} if name is None else self._drafters[name].times
         seconds = next((times[k].typical for k in sorted(times) if times[k].typical < math.inf), plain)

@@ -1,6 +1,6 @@
-"""What a policy is told and asked: how many tokens each block drafts and verifies. The two simplest policies.
+"""The interface of policies, which choose how many tokens each block drafts and verifies, and the two simplest ones.
 
-It sees times, counts and probabilities, never tokens: it decides how fast the text is written, not what is written.
+A policy sees times, counts and probabilities, never tokens: it decides the speed, not the text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,13 @@ from ..core.registry import Registry
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a policy is told of the drafts of one block before they are verified.
+    """What a policy sees of one block's drafts before they are verified.
 
     Args:
         count: How many there are.
-        confidence: The drafter's probability of each; ``None`` unless the policy reads it and the drafter has it.
+        confidence: The drafter's probability of each one; ``None`` unless the policy reads it and the drafter has it.
         source: Which of several drafters made them.
-        parents: Of a tree, the draft that each one follows, -1 for the anchor; the likeliest drafts stand first.
+        parents: For a tree, the draft that each one follows, -1 for the anchor; the likeliest drafts come first.
     """
 
     count: int
@@ -28,20 +28,20 @@ class Drafts:
 
 @dataclass(frozen=True)
 class BlockRecord:
-    """What one block, or one plain step, cost and brought.
+    """The cost and the result of one block or one plain step.
 
     Args:
-        drafted: Tokens that the drafter proposed.
-        verified: Drafts that the target's pass checked.
-        accepted: Drafts that were committed, before one token of the target's own.
-        matched: Leading drafts equal to what was committed: one more than ``accepted`` where the target's own token
-            is the first draft that was not verified.
+        drafted: How many tokens the drafter proposed.
+        verified: How many drafts the target's pass checked.
+        accepted: How many drafts were committed, before one token of the target's own.
+        matched: How many leading drafts equal the committed tokens: one more than ``accepted`` if the target's own
+            token equals the first draft that was not verified.
         confidence: As in :class:`Drafts`.
         seconds: Time of the whole block, or of the plain step.
         source: As in :class:`Drafts`.
         asleep: Whether this was a plain step, without the drafter.
-        outcomes: For each draft that directly follows a committed token, whether it is what was committed next,
-            verified or not; ``None``: as ``matched`` says of a chain.
+        outcomes: For each draft that directly follows a committed token, verified or not: whether it is what was
+            committed next. ``None`` for a chain with ``matched`` leading drafts.
     """
 
     drafted: int
@@ -56,7 +56,7 @@ class BlockRecord:
 
     @property
     def known_outcomes(self) -> Mapping[int, bool]:
-        """:attr:`outcomes`, or what ``matched`` says of a chain."""
+        """:attr:`outcomes`, or those of a chain with ``matched`` leading drafts."""
         if self.outcomes is not None:
             return self.outcomes
         compared = min(self.verified + (self.accepted == self.verified), self.drafted)
@@ -64,10 +64,10 @@ class BlockRecord:
 
 
 class Policy:
-    """Drafts in every block and verifies every draft. Subclasses override what they decide otherwise.
+    """Drafts in every block and verifies every draft. Subclasses override what they decide differently.
 
-    A class with ``reads_confidence = True`` is told the drafter's probabilities before it chooses a length, for which
-    the host waits in every block.
+    A class with ``reads_confidence = True`` gets the drafter's probabilities before it chooses a length. This makes the
+    host wait for them in every block.
     """
 
     reads_confidence = False
@@ -76,18 +76,18 @@ class Policy:
         """A new request begins."""
 
     def sleep(self) -> int:
-        """How many tokens to decode plainly before the next block; 0 to draft now. Asked after every step."""
+        """How many tokens to decode plainly before the next block; 0 to draft now. Called after every step."""
         return 0
 
     def wake(self) -> None:
-        """The drafter has found something to propose during plain decoding; :meth:`sleep` is asked next."""
+        """The drafter has found something to propose during plain decoding; :meth:`sleep` is called next."""
 
     def draft_length(self, most: int) -> int:
-        """How many tokens the drafter is asked for: 0, for a plain step, to ``most``."""
+        """How many tokens to ask the drafter for: 0 (a plain step) to ``most``."""
         return most
 
     def verify_length(self, drafts: Drafts) -> int:
-        """How many of the drafts to verify, counted from the first."""
+        """How many of the drafts to verify, from the first one on."""
         return drafts.count
 
     def observe(self, block: BlockRecord) -> None:
@@ -112,11 +112,11 @@ POLICIES.register("full")(Policy)
 
 
 class Fixed(Policy):
-    """Verifies the first ``length`` drafts of every block, which is drafted whole."""
+    """Drafts whole blocks and verifies the first ``length`` drafts of each."""
 
     def __init__(self, length: int):
         self.length = length
 
     def verify_length(self, drafts: Drafts) -> int:
-        """The same number in every block, as far as there are drafts."""
+        """The same number in every block, or all drafts if there are fewer."""
         return min(self.length, drafts.count)

@@ -1,6 +1,6 @@
-"""How many BLAS threads one target decodes with on a CPU: measured once, when a decoder is made.
+"""The number of BLAS threads for decoding on a CPU, measured once when a decoder is made.
 
-A prompt is read with the process's own count: its products are large enough for all threads.
+Prompts are read with the process's own count, because their matrix products are large enough for all threads.
 """
 
 import os
@@ -17,24 +17,24 @@ from ..core import backend
 if TYPE_CHECKING:
     from ..target import LoadedTargetModel
 
-VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # of the user, who decides then
+VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # if one is set, the user decides
 
-GAIN = 0.85  # more threads than the fewest are taken only if a pass needs less than this share of the time
-ROUNDS = 3  # timed passes of each count; the quickest one is its time
+GAIN = 0.85  # another count is chosen if its pass takes less than this share of the own count's time
+ROUNDS = 3  # timed passes per count; the fastest one counts
 
-_in_use = threading.Lock()  # the count belongs to the process, so one use at a time decides it
+_in_use = threading.Lock()  # the count belongs to the process, so one use at a time sets it
 
 
 class DecodeThreads:
-    """The thread count that one target's passes are quickest with: all, half of them or one, if the bits are the same.
+    """The thread count with which one target's passes are fastest: all, half of them or one, if the bits are equal.
 
     Args:
-        run_pass: Runs a target pass over so many tokens and returns its evaluated logits.
+        run_pass: Runs a target pass over the given number of tokens and returns its evaluated logits.
         tokens: Length of the timed pass: a whole block.
-        clock: Seconds.
+        clock: Returns seconds.
 
-    :attr:`count` is ``None`` where the process's own count is left alone, and :attr:`seconds` holds the time of a pass
-    by count.
+    :attr:`count` is ``None`` if the process's own count is left alone. :attr:`seconds` holds the time of a pass by
+    count.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class DecodeThreads:
         finally:
             backend.set_blas_threads(own)
         best = min(self.seconds, key=lambda count: self.seconds[count])
-        # Otherwise the fewest threads that take no longer: the host builds the next pass while these compute one.
-        as_quick = min(n for n in self.seconds if self.seconds[n] <= self.seconds[own])
-        self.count = best if self.seconds[best] < GAIN * self.seconds[own] else as_quick
+        # Otherwise the fewest threads that take no longer, because the host builds the next pass meanwhile.
+        as_fast = min(n for n in self.seconds if self.seconds[n] <= self.seconds[own])
+        self.count = best if self.seconds[best] < GAIN * self.seconds[own] else as_fast
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Decode with the chosen count inside; within another use, of whatever decoder, that one's count stays."""
+        """Use the chosen count inside the ``with`` block, unless another decoder's block already sets the count."""
         if self.count is None or not _in_use.acquire(blocking=False):
             yield
             return
@@ -86,7 +86,7 @@ class DecodeThreads:
 
 
 def left_alone() -> str | None:
-    """Why decoding does not choose the thread count here; ``None`` where it does."""
+    """Why the thread count is not chosen here; ``None`` if it is."""
     count = backend.blas_threads()
     if not backend.on_cpu():
         return "left alone: MLX does not compute on the CPU"
@@ -94,11 +94,11 @@ def left_alone() -> str | None:
         return "left alone: MLX's own BLAS has no such setting"
     if variable := next((name for name in VARIABLES if os.environ.get(name)), None):
         return f"{count}: {variable} is set"
-    return "1: this process has no more" if count == 1 else None
+    return "1: only one thread is available" if count == 1 else None
 
 
 def threads_for(target: "LoadedTargetModel", block_size: int) -> DecodeThreads:
-    """Choose the count for decoding with ``target`` in blocks of ``block_size`` tokens."""
+    """The thread count for decoding with ``target`` in blocks of ``block_size`` tokens."""
 
     def run_pass(tokens: int) -> mx.array:
         ids = mx.arange(tokens)[None] % target.vocab_size

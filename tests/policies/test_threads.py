@@ -104,7 +104,7 @@ def test_one_use_decides_for_those_inside_it(machine):
         (lambda m, p: p.setenv("MKL_NUM_THREADS", "2"), "2: MKL_NUM_THREADS is set"),
         (lambda m, p: p.setattr(backend, "on_cpu", lambda: False), "not compute on the CPU"),
         (lambda m, p: m.set(None), "no such setting"),
-        (lambda m, p: m.set(1), "1: this process has no more"),
+        (lambda m, p: m.set(1), "1: only one thread is available"),
     ],
     ids=["OMP_NUM_THREADS", "MKL_NUM_THREADS", "GPU", "no BLAS", "one thread"],
 )

@@ -1,8 +1,6 @@
 """``DFlashSpeculativeDecoder``: text in, the target's own text out, faster.
 
-Knows models and requests: what is loaded, checked and kept from one to the next. Must not know how a block is decoded
-(``decode.py``) or becomes text (``stream.py``), how a prompt (``tokens.py``) or an option (``request.py``) is checked,
-or any architecture (``adapters``).
+It loads and checks the models and keeps what lasts from one request to the next.
 """
 
 import logging
@@ -18,7 +16,6 @@ import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
-from .bundled import drafter_folder, target_for
 from .core.errors import GenerationError, IncompatibleModelsError
 from .core.values import require_count
 from .decoding.block import Decoding
@@ -27,17 +24,16 @@ from .decoding.loop import decode, prefill, prefill_context
 from .decoding.stream import DFlashResponse, Step, first_block, responses, through_stop
 from .decoding.text import TextStream
 from .decoding.trace import TokenTexts, recording
-from .drafters.checkpoints.checkpoint import load_drafter
 from .drafters.checks import check_drafter
 from .drafters.protocol import Drafter
 from .drafters.tree import TreeDrafter
+from .models import ModelOptions
 from .options import DecodeOptions, decode_options
 from .policies.base import Policy
 from .policies.threads import threads_for
 from .prompts.prompt_cache import PromptCache
 from .prompts.tokens import Prompt, prompt_tokens, token_row
-from .target import LoadedTargetModel, TargetCache, load_target
-from .target.load import BUNDLED
+from .target import LoadedTargetModel, TargetCache
 from .target.load import PAIR as PAIR
 
 logger = logging.getLogger(__name__)
@@ -121,8 +117,8 @@ class DFlashSpeculativeDecoder:
         """Load target and drafter from folders or hub names; without arguments, the bundled models.
 
         A ``target`` alone gets the bundled drafter that was made for it, at whatever precision it is kept. A
-        ``drafter`` alone gets the bundled target (by name, ``"bundled"``), if it was trained for that one or needs no
-        training.
+        ``drafter`` alone gets the bundled target, if it was trained for that one or needs no training. Both may be
+        named ``"bundled"``.
         ``trust_remote_code`` lets the target's checkpoint run the Python code that it brings with it. ``draft_bits``
         quantises the drafter, and ``draft_window`` limits the context that it sees (:func:`~dflash.load_drafter`).
         ``options`` go to the constructor. Raises ``DFlashError`` on bad checkpoints, for a
@@ -130,12 +126,9 @@ class DFlashSpeculativeDecoder:
         """
         own = ("tokenizer", "block_size", "max_seq_length", "adapter")
         decode_options({name: value for name, value in options.items() if name not in own})  # before minutes of loading
-        if target is None and drafter is not None:
-            loaded = target_for(drafter)
-        else:
-            loaded = load_target(BUNDLED if target is None else target, trust_remote_code)
-        drafter = drafter_folder(loaded) if drafter is None else drafter
-        return cls(loaded, load_drafter(drafter, draft_bits, draft_window), **options)
+        models = ModelOptions(target, drafter, None, draft_bits, draft_window, trust_remote_code)
+        loaded = models.load_target()
+        return cls(loaded, models.load_drafter(loaded), **options)
 
     @overload
     def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...
@@ -268,14 +261,16 @@ class DFlashSpeculativeDecoder:
         """A prompt cache from a file, ours or mlx-lm's; errors as in :meth:`PromptCache.load`."""
         return PromptCache.load(path, self.loaded_target, self.draft_model)
 
-    def cache_prompt(self, prompt: Prompt, prompt_cache: PromptCache, **template: Any) -> None:
+    def cache_prompt(
+        self, prompt: Prompt, prompt_cache: PromptCache, prefill_step_size: int | None = None, **template: Any
+    ) -> None:
         """Read a beginning of prompts into ``prompt_cache``, all of its tokens.
 
         A text or messages end within their last message, so that a request can go on there. ``template`` are ``chat``,
         ``system`` and ``chat_template_config`` of :meth:`stream_generate`, whose errors it raises.
         """
         tokens = prompt_tokens(self.loaded_target, prompt, opening=True, **template)
-        step_size = self._request_options({}).prefill_step_size
+        step_size = self._request_options({"prefill_step_size": prefill_step_size}).prefill_step_size
         if prompt_cache.begin([*tokens, 0], prompt_cache.target_cache.quantization) < len(tokens):
             caches = prompt_cache.target_cache, prompt_cache.draft_cache
             with wired_limit(self.target_model):

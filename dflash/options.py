@@ -1,26 +1,24 @@
-"""What a caller may ask for: the options of decoding, checked once.
+"""The options of decoding: each stated once, with its help, its limits and its name on the command line.
 
-Knows the names and ranges of options, and what each one builds. Must not know prompts (``tokens.py``), drafters or
-blocks.
+The command line makes its parameters from these fields, Python takes them by keyword, and a study names them in its
+settings. Importing this is quick: what options build is imported when it is built.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
-
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-from mlx_lm.sample_utils import make_logits_processors
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .core.errors import GenerationError, did_you_mean
-from .core.registry import Registry
-from .core.values import check_logit_bias, check_stop_strings, check_stop_tokens, require_count, require_number, short
-from .decoding.sampling import GREEDY, LOGITS_PROCESSORS, SAMPLERS, DrawingSampler, LogitsProcessor, Sampler
-from .decoding.verify import VERIFY_RULES, VerifyRule, first_mismatch
-from .policies import adaptive as _registers_adaptive  # noqa: F401
-from .policies.base import POLICIES, Fixed, Policy
-from .prompts.prompt_cache import PromptCache
+from .core.option import check_limits, option
+from .core.values import check_logit_bias, check_stop_strings, check_stop_tokens, require_count, short
+
+if TYPE_CHECKING:
+    from .core.registry import Registry
+    from .decoding.sampling import LogitsProcessor, Sampler
+    from .decoding.verify import VerifyRule
+    from .policies.base import Policy
+    from .prompts.prompt_cache import PromptCache
 
 DEFAULT_MAX_TOKENS = 2048
 GREEDY_BELOW = 1e-5
@@ -30,102 +28,157 @@ T = TypeVar("T")
 _WATCHING = ("trace", "profile", "prompt_cache")
 
 
+def option_names(*parts: str) -> tuple[str, ...]:
+    """The fields of :class:`DecodeOptions` that belong to ``parts``.
+
+    The part ``"sampling"`` is what decides a text; plain decoding has these options too.
+    """
+    return tuple(field.name for field in fields(DecodeOptions) if field.metadata["part"] in parts)
+
+
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How to decode one request, in mlx-lm's names.
-
-    Args:
-        max_tokens: Most tokens to generate. ``None``: 2048, or as many as there is room for.
-        temp: Temperature; 0 (and anything below 1e-5) is greedy. At any other the target's own samples are emitted.
-        top_p: Nucleus sampling, off at 0.
-        min_p: Drop tokens whose probability is less than this fraction of the highest one, off at 0.
-        top_k: Sample among the ``top_k`` most probable tokens, off at 0.
-        seed: Seeds MLX's global random state as decoding begins; ``None`` leaves it as it is. The text is then that
-            of plain mlx-lm with this seed, under any policy (with the rule ``"first_mismatch"``).
-        sampler: A sampler of one's own in place of the five above, or the name of a registered one.
-        logits_processors: Applied to the target's logits in order: mlx-lm's, one's own, or registered names.
-        logit_bias: What is added to the logits of some token ids; before the penalties, as in mlx-lm.
-        repetition_penalty: mlx-lm's penalty on tokens that occurred: a factor, off at 0. It comes, as the other two do,
-            before ``logits_processors``.
-        repetition_context_size: It looks at this many last tokens, prompt included.
-        presence_penalty: Taken from the logits of tokens that occurred, off at 0.
-        presence_context_size: It looks at this many last tokens.
-        frequency_penalty: Taken from the logits of tokens as often as they occurred, off at 0.
-        frequency_context_size: It looks at this many last tokens.
-        verify: The verification rule, or the name of a registered one: ``"first_mismatch"`` or
-            ``"speculative_sampling"``, both exact, or one's own.
-        policy: How many drafts each block verifies: ``"adaptive"`` (what commits most tokens per second here; plain
-            decoding where no length pays), ``"full"`` (all), a number, the name of a registered policy, or a
-            :class:`~dflash.Policy`. It never changes the text.
-        tree: Verify a tree of this many drafts in each block, the likeliest paths through it, in place of a chain
-            (``core/trees.py``); a policy chooses how many of them. For targets whose layers all keep full attention's
-            caches, and the rule ``"first_mismatch"``. It never changes the text.
-        stop_strings: The text ends before the first of these; matched across token boundaries.
-        stop_token_ids: Tokens that end the answer; ``None``: the target's own.
-        max_kv_size: Bound the target's caches to this many tokens, the first four always kept. As in mlx-lm, without
-            effect on models that choose their caches themselves.
-        kv_bits: Quantise keys and values to this many bits, as mlx-lm does: after the pass with which the caches hold
-            ``quantized_kv_start`` tokens.
-        kv_group_size: Numbers per scale of the quantised keys and values.
-        quantized_kv_start: Tokens in the caches from which on they are quantised.
-        prompt_cache: What was read already: a :class:`~dflash.PromptCache`, which holds prompt and answer afterwards.
-            It never changes the text, and only the rest of the prompt is read.
-        prefill_step_size: Tokens of the prompt in one pass.
-        trace: Gets a record of every block (``decoding/trace.py``): a path of a JSONL file, or a function of one
-            record, such as ``list.append`` or a :class:`~dflash.TraceFile`. It never changes the text.
-        profile: Wait for the device after every part of a block, and let the last response tell where the time went.
+    """How to decode one request, in mlx-lm's names. ``None`` stands for the default of any option.
 
     Raises ``GenerationError``, naming the option, for a value out of range.
     """
 
-    max_tokens: int | None = None
-    temp: float = 0.0
-    top_p: float = 0.0
-    min_p: float = 0.0
-    top_k: int = 0
-    seed: int | None = None
-    sampler: Sampler | str | None = None
-    logits_processors: Sequence[LogitsProcessor | str] = ()
-    logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float | None = None
-    repetition_context_size: int = 20
-    presence_penalty: float | None = None
-    presence_context_size: int = 20
-    frequency_penalty: float | None = None
-    frequency_context_size: int = 20
-    verify: VerifyRule | str = "first_mismatch"
-    policy: Policy | str | int = "adaptive"
-    tree: int | None = None
-    stop_strings: Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    max_kv_size: int | None = None
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
-    prompt_cache: PromptCache | None = None
-    prefill_step_size: int = 2048
-    trace: Callable[[dict[str, Any]], object] | str | Path | None = None
-    profile: bool = False
+    max_tokens: int | None = option(
+        None,
+        "Most tokens to generate. Default: 2048, or as many as there is room for.",
+        "sampling",
+        kind=int,
+        at_least=0,
+    )
+    temp: float = option(0.0, "Temperature; 0 is greedy.", "sampling", called="temperature", at_least=0)
+    """At any other than 0 (or below 1e-5) the target's own samples are emitted."""
+    top_p: float = option(0.0, "Nucleus sampling; 0 is off.", "sampling", at_least=0, at_most=1)
+    min_p: float = option(
+        0.0,
+        "Drop what is less probable than this fraction of the best; 0 is off.",
+        "sampling",
+        at_least=0,
+        at_most=1,
+    )
+    top_k: int = option(0, "Sample among the k most probable tokens; 0 is off.", "sampling", at_least=0)
+    seed: int | None = option(None, "Seed for sampling.", "sampling", kind=int, at_least=0, at_most=2**64 - 1)
+    """Seeds MLX's global random state as decoding begins; ``None`` leaves it as it is. The text is then that of plain
+    mlx-lm with this seed, under any policy (with the rule ``"first_mismatch"``)."""
+    sampler: "Sampler | str | None" = option(
+        None, "A sampler that a plug-in adds.", "sampling", kind=str, metavar="NAME"
+    )
+    """A sampler of one's own in place of the five above, or the name of a registered one."""
+    logits_processors: "Sequence[LogitsProcessor | str]" = option(
+        (),
+        "A logits processor that a plug-in adds; repeatable.",
+        "sampling",
+        kind=list[str],
+        metavar="NAME",
+        flag="--logits-processor",
+    )
+    """Applied to the target's logits in order, after bias and penalties: mlx-lm's, one's own, or registered names."""
+    logit_bias: Mapping[int, float] | None = option(
+        None, "Add to the logits of token ids: '{\"7\": -100}'.", "sampling", kind=str, metavar="JSON"
+    )
+    repetition_penalty: float | None = option(
+        0.0, "Divides logits of the last 20 tokens, as mlx-lm's does; 0 is off.", "sampling", at_least=0
+    )
+    repetition_context_size: int = option(
+        20, "Last tokens, prompt included, that --repetition-penalty looks at.", "sampling", at_least=1
+    )
+    presence_penalty: float | None = option(0.0, "Taken from the logits of the last 20 tokens; 0 is off.", "sampling")
+    presence_context_size: int = option(20, "Last tokens that --presence-penalty looks at.", "sampling", at_least=1)
+    frequency_penalty: float | None = option(
+        0.0, "The same, once each time that a token occurred; 0 is off.", "sampling"
+    )
+    frequency_context_size: int = option(20, "Last tokens that --frequency-penalty looks at.", "sampling", at_least=1)
+    verify: "VerifyRule | str" = option(
+        "first_mismatch",
+        "Verification rule: first_mismatch (default), speculative_sampling, or one that a plug-in adds.",
+        "verification",
+        metavar="NAME",
+    )
+    """The rule or its name. Both named rules are exact."""
+    policy: "Policy | str | int" = option(
+        "adaptive",
+        "Drafts that a block verifies: adaptive (default, by measured cost), full (all), a number, a plug-in's.",
+        "verification",
+        metavar="NAME|N",
+    )
+    """A name, a number of drafts, or a :class:`~dflash.Policy`. ``"adaptive"`` commits most tokens per second on this
+    machine and decodes plainly where no length pays. It never changes the text."""
+    tree: int | None = option(
+        None,
+        "Verify a tree of N drafts in a block, the likeliest paths, in place of a chain. Full attention only.",
+        "verification",
+        kind=int,
+        metavar="N",
+        at_least=1,
+    )
+    """For targets whose layers all keep full attention's caches, and the rule ``"first_mismatch"``. A policy chooses
+    how many of the drafts are verified. It never changes the text."""
+    stop_strings: Sequence[str] | None = option(
+        None, "End before this text; repeatable.", "stops", kind=list[str], metavar="STR", flag="--stop"
+    )
+    """Matched across token boundaries."""
+    stop_token_ids: Sequence[int] | None = option(
+        None,
+        "End with this token, in place of the target's own; repeatable.",
+        "stops",
+        kind=list[int],
+        metavar="ID",
+        flag="--stop-token",
+    )
+    max_kv_size: int | None = option(
+        None,
+        "Bound the target's caches to this many tokens. As in mlx-lm, without effect on models that choose their "
+        "caches themselves, such as those with sliding windows.",
+        "caches",
+        kind=int,
+    )
+    """The first four tokens are always kept."""
+    kv_bits: int | None = option(
+        None,
+        "Quantise the target's keys and values to 8, 6, 4, 3 or 2 bits, once there are --quantized-kv-start.",
+        "caches",
+        kind=int,
+    )
+    """As mlx-lm does: after the pass with which the caches hold ``quantized_kv_start`` tokens."""
+    kv_group_size: int = option(64, "Keys and values that share one scale: 32, 64 or 128.", "caches")
+    quantized_kv_start: int = option(
+        5000, "With --kv-bits: tokens in the caches before they are quantised.", "caches", at_least=0
+    )
+    prompt_cache: "PromptCache | None" = option(
+        None,
+        "Go on from this prompt (dflash cache-prompt, mlx_lm.cache_prompt) within its message.",
+        "prompt",
+        kind=str,
+        metavar="FILE",
+        flag="--prompt-cache-file",
+    )
+    """A :class:`~dflash.PromptCache` with what was read already, which holds prompt and answer afterwards. It never
+    changes the text, and only the rest of the prompt is read."""
+    prefill_step_size: int = option(2048, "Tokens of the prompt in one pass.", "prompt", at_least=1)
+    trace: Callable[[dict[str, Any]], object] | str | Path | None = option(
+        None,
+        "Record what each block did, for `dflash report` and studies, in a new file.",
+        "watching",
+        kind=Path,
+        metavar="FILE.jsonl",
+    )
+    """The path of a JSONL file (``decoding/trace.py``), or a function that gets each record, such as ``list.append`` or
+    a :class:`~dflash.TraceFile`. It never changes the text."""
+    profile: bool = option(False, "Show where the time went, and which verify lengths were chosen.", "watching")
+    """Waits for the device after every part of a block; the last response tells where the time went."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            require_count("max_tokens", self.max_tokens, 0)
-        require_number("temperature", self.temp, 0.0)
-        require_number("top_p", self.top_p, 0.0, 1.0)
-        require_number("min_p", self.min_p, 0.0, 1.0)
-        require_count("top_k", self.top_k, 0)
-        if self.seed is not None:
-            require_count("seed", self.seed, 0, 2**64 - 1)
-        for name, least in (("repetition", 0.0), ("presence", -math.inf), ("frequency", -math.inf)):
-            require_number(f"{name}_penalty", getattr(self, f"{name}_penalty") or 0.0, least)
-            require_count(f"{name}_context_size", getattr(self, f"{name}_context_size"), 1)
+        from .decoding.verify import first_mismatch
+        from .prompts.prompt_cache import PromptCache
+
+        check_limits(self)
         check_logit_bias(self.logit_bias)
-        if self.tree is not None:
-            require_count("tree", self.tree, 1)
         if self.tree is not None and self.verify_rule() is not first_mismatch:
             raise GenerationError("A tree is verified by the rule 'first_mismatch'; leave out tree or verify.")
-        require_count("prefill_step_size", self.prefill_step_size, 1)
-        require_count("quantized_kv_start", self.quantized_kv_start, 0)
         check_stop_strings(self.stop_strings)
         check_stop_tokens(self.stop_token_ids)
         if not isinstance(self.prompt_cache, PromptCache | None):
@@ -146,16 +199,22 @@ class DecodeOptions:
         if hasattr(rule, "check_sampler"):
             rule.check_sampler(sampler)
 
-    def build_sampler(self) -> Sampler:
+    def build_sampler(self) -> "Sampler":
         """The sampler asked for."""
+        from .decoding.sampling import GREEDY, SAMPLERS, DrawingSampler
+
         if self.sampler is not None:
             return _found(SAMPLERS, self.sampler)
         if self.temp < GREEDY_BELOW:
             return GREEDY
         return DrawingSampler(self.temp, self.top_p, self.min_p, self.top_k)
 
-    def build_processors(self) -> list[LogitsProcessor]:
+    def build_processors(self) -> "list[LogitsProcessor]":
         """The logits processors asked for, in order."""
+        from mlx_lm.sample_utils import make_logits_processors
+
+        from .decoding.sampling import LOGITS_PROCESSORS
+
         known = make_logits_processors(
             None if self.logit_bias is None else dict(self.logit_bias),
             self.repetition_penalty,
@@ -167,12 +226,18 @@ class DecodeOptions:
         )
         return [*known, *(_found(LOGITS_PROCESSORS, processor) for processor in self.logits_processors)]
 
-    def verify_rule(self) -> VerifyRule:
+    def verify_rule(self) -> "VerifyRule":
         """The verification rule asked for."""
+        from .decoding import speculative as _registers_speculative  # noqa: F401
+        from .decoding.verify import VERIFY_RULES
+
         return _found(VERIFY_RULES, self.verify)
 
-    def build_policy(self) -> Policy:
+    def build_policy(self) -> "Policy":
         """The policy asked for, a new one where it was asked for by name."""
+        from .policies import adaptive as _registers_adaptive  # noqa: F401
+        from .policies.base import POLICIES, Fixed, Policy
+
         policy = self.policy
         if isinstance(policy, str):
             made = POLICIES.get(policy)()
@@ -191,24 +256,37 @@ class DecodeOptions:
         return policy
 
     @property
+    def greedy(self) -> bool:
+        """Whether plain decoding must write the same tokens, however many are computed at once."""
+        return self.temp < GREEDY_BELOW and self.sampler is None
+
+    @property
     def watched(self) -> bool:
-        """Whether somebody wants to know what each block did."""
+        """Whether each block is recorded or timed."""
         return self.trace is not None or self.profile
 
-    def given(self) -> dict[str, Any]:
-        """The options that differ from the defaults, ``trace`` and ``profile`` apart."""
+    def asked(self) -> dict[str, Any]:
+        """The options that differ from the defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return {name: v for name, (v, default) in values.items() if v != default and name not in _WATCHING}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+    def given(self) -> dict[str, Any]:
+        """The same without ``trace``, ``profile`` and ``prompt_cache``, which do not change the text."""
+        return {name: value for name, value in self.asked().items() if name not in _WATCHING}
+
+    def plain(self) -> dict[str, Any]:
+        """Arguments of ``mlx_lm.stream_generate`` that make plain decoding write the same, but for where it ends."""
+        return {
+            "sampler": self.build_sampler(),
+            "logits_processors": self.build_processors() or None,
+            "prefill_step_size": self.prefill_step_size,
+            **self.cache_options,
+        }
 
     @property
     def cache_options(self) -> dict[str, Any]:
         """The options of :meth:`~dflash.target.LoadedTargetModel.make_cache`."""
-        return {
-            "max_kv_size": self.max_kv_size,
-            "kv_bits": self.kv_bits,
-            "kv_group_size": self.kv_group_size,
-            "quantized_kv_start": self.quantized_kv_start,
-        }
+        return {name: getattr(self, name) for name in option_names("caches")}
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ``GenerationError`` for what does not fit ``vocab_size`` tokens."""
@@ -253,7 +331,7 @@ def decode_options(given: Mapping[str, Any]) -> DecodeOptions:
     return DecodeOptions(**values)
 
 
-def _found(registry: Registry[T], wanted: T | str) -> T:
+def _found(registry: "Registry[T]", wanted: T | str) -> T:
     """What is registered under a name; anything that can be called stands for itself."""
     if isinstance(wanted, str):
         return registry.get(wanted)

@@ -1,7 +1,6 @@
 """The ``dflash`` command: options in, calls to the package, text, tables or JSON out.
 
-Knows options, streams and exit codes. Must not know how anything is computed; heavy modules are imported
-by the commands that need them.
+Heavy modules are imported by the commands that need them.
 
 Exit codes: 0, 1 for an error (one line on stderr), a difference or a failed check, 2 for wrong usage,
 130 for Ctrl-C.
@@ -34,7 +33,9 @@ class _OneLineErrors(TyperGroup):
         except BrokenPipeError:  # the reader, such as `head`, has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
+            if stop.args:  # what is there
+                print(stop, file=sys.stderr)
             raise typer.Exit(130) from None
         except (DFlashError, OSError) as error:
             if ctx.params.get("debug"):
@@ -66,8 +67,8 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for room in (decode, prompt_cache, bench, evaluate, imports, data, fit, training, study, report, quantize):
-    app.add_typer(room.app)  # without a name: its commands stand beside each other
+for part in (decode, prompt_cache, bench, evaluate, imports, data, fit, training, study, report, quantize):
+    app.add_typer(part.app)  # without a name: its commands stand next to each other
 app.add_typer(adapters.app, name="adapters")
 
 

@@ -1,18 +1,18 @@
-"""``dflash bench``, ``eval`` and ``doctor``: how fast, how good, and on what.
-
-Knows options, files and what to print. Must not know how anything is measured. Mounted by ``cli``.
-"""
+"""``dflash bench`` and ``dflash doctor``: how fast, and on what."""
 
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..core.errors import DFlashError, one_line
+from ..models import ModelOptions
+from ..options import DecodeOptions
 from . import loading, options, terminal
-from .requests import Form, Requests, that_fit
+from .requests import PromptFormat, Requests, that_fit
 
 if TYPE_CHECKING:
     from ..drafters.protocol import Drafter
@@ -25,35 +25,36 @@ app = typer.Typer()
 
 
 @app.command()
+@options.grouped(
+    models=options.group(ModelOptions, without=("drafter",)),
+    form=options.group(PromptFormat),
+    decoding=options.group(
+        DecodeOptions,
+        without=("trace", "profile", "prompt_cache"),  # they would slow down what is measured, or one side alone
+        default={"seed": 0},
+        max_tokens={
+            "help": f"Most tokens to generate. Default: {options.MAX_TOKENS}, or fewer where the target has less room."
+        },
+    ),
+)
 def bench(
-    target: options.Target = None,
-    drafter: options.DrafterNames = None,
+    models: ModelOptions,
+    form: PromptFormat,
+    decoding: DecodeOptions,
+    asked: dict[str, Any],
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            metavar="PATH|HUB",
+            help="A drafter for the target; repeatable, to compare several. Also: bundled, ngram, ngram+PATH.",
+            callback=options.not_empty,
+        ),
+    ] = None,
     prompts: options.Prompts = None,
     template: options.Template = None,
     limit: options.Limit = None,
-    max_tokens: options.MaxTokens = None,
     runs: Annotated[int, typer.Option(help="Runs of each side per prompt.")] = 1,
-    temp: options.Temp = 0.0,
-    top_p: options.TopP = 0.0,
-    min_p: options.MinP = 0.0,
-    top_k: options.TopK = 0,
-    logit_bias: options.LogitBias = None,
-    repetition_penalty: options.RepetitionPenalty = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.RunSeed = 0,
-    block_size: options.BlockSize = None,
-    chat: options.Chat = True,
-    system: options.System = None,
-    chat_template_config: options.TemplateConfig = None,
-    verify: options.Verify = None,
-    policy: options.PolicyName = None,
-    tree: options.TreeNodes = None,
-    sampler: options.SamplerName = None,
-    logits_processor: options.ProcessorNames = None,
-    draft_bits: options.DraftBits = None,
-    draft_window: options.DraftWindow = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare with plain mlx_lm on the same prompts, in turns.
@@ -71,25 +72,20 @@ def bench(
     dflash bench --drafter bundled --drafter ngram --limit 20
     dflash bench --target T --drafter mine --prompts q.jsonl --template "{question}"
     """
-    asked = dict(locals())
     from ..evaluation import HELDOUT
 
-    form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
-    penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
-    processors = tuple(logits_processor or ())
-    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy, tree)
     requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
     loading.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
-    decoders = loading.load_decoders(target, drafter or (), block_size, trust_remote_code, draft_bits, draft_window)
+    decoders = loading.load_decoders(models, drafter or ())
     terminal.show_progress()
-    comparison = _Comparison(decoders, requests, form, sampling, max_tokens, seed)
+    comparison = _Comparison(decoders, requests, form, decoding)
     comparison.carry_out(runs)
     settings = {name: value for name, value in asked.items() if name != "as_json"} | {
-        "target": loading.path_or_bundled(target),
+        "target": loading.path_or_bundled(models.target),
         "drafter": [loading.path_or_bundled(name) for name in drafter or ()] or loading.BUNDLED,
         "prompts": requests.identity(),
-        "max_tokens": max_tokens or options.MAX_TOKENS,
+        "max_tokens": decoding.max_tokens or options.MAX_TOKENS,
         "block_size": [decoder.block_size for decoder in decoders.values()],
     }
     comparison.show(settings, as_json)
@@ -102,34 +98,34 @@ class _Comparison:
         self,
         decoders: Mapping[str, "DFlashSpeculativeDecoder"],
         requests: Requests,
-        form: Form,
-        sampling: options.Sampling,
-        max_tokens: int | None,
-        seed: int,
+        form: PromptFormat,
+        decoding: DecodeOptions,
     ):
         from .. import evaluation as b
 
         if len(decoders) == 1:
             decoders = {b.DFLASH: next(iter(decoders.values()))}
-        self.decoders, self.sampling, self.seed = decoders, sampling, seed
+        self.decoders, self.decoding = decoders, decoding
         first = next(iter(decoders.values()))
         self.target, self.threads = first.loaded_target, first.threads
         longest = min(decoder.max_seq_length for decoder in decoders.values())
-        most = max_tokens if max_tokens is not None else options.MAX_TOKENS
+        most = decoding.max_tokens if decoding.max_tokens is not None else options.MAX_TOKENS
         encoded = requests.encode(self.target, form)
-        self.plain = b.plain_side(self.target, most, longest, **sampling.for_plain())
+        stops = {"stop_strings": decoding.stop_strings, "stop_token_ids": decoding.stop_token_ids}
+        self.plain = b.plain_side(self.target, most, longest, **decoding.plain(), **stops)
+        given = decoding.given()
+        per_request = {name: given[name] for name in given if name not in ("max_tokens", "temp", "seed")}
         self.sides = {
-            name: b.dflash_side(decoder, most, sampling.temp, longest, **sampling.for_dflash())
+            name: b.dflash_side(decoder, most, decoding.temp, longest, **per_request)
             for name, decoder in decoders.items()
         }
-        self.prompts, self.left_out = that_fit(requests, encoded, longest, max_tokens or 1)
+        self.prompts, self.left_out = that_fit(requests, encoded, longest, decoding.max_tokens or 1)
         self.results: list[dict[str, PromptResult]] = []
         self.failures: list[str] = []
         self.interrupted = False
 
     def carry_out(self, runs: int) -> None:
         """Answer every prompt; Ctrl-C and prompts on which a side fails leave the results of the others."""
-        from ..core.progress import progress
         from ..evaluation import compare
 
         def failed(error: DFlashError) -> None:
@@ -141,18 +137,12 @@ class _Comparison:
             self.sides,
             self.prompts,
             runs,
-            greedy=self.sampling.greedy,
-            seed=self.seed,
+            greedy=self.decoding.greedy,
+            seed=self.decoding.seed or 0,
             on_failure=failed,
             threads=self.threads,
         )
-        try:
-            for result in progress(turns, "bench", len(self.prompts)):
-                self.results.append(result)
-        except KeyboardInterrupt:
-            self.interrupted = True
-            if not self.results:
-                raise
+        self.results, self.interrupted = terminal.until_stopped(turns, "bench", len(self.prompts))
         if not self.results:
             raise DFlashError(self.failures[0])
 
@@ -175,8 +165,7 @@ class _Comparison:
         if different:
             print("error: plain mlx_lm and DFlash wrote different tokens.", file=sys.stderr)
         if self.interrupted:
-            print(f"Stopped after {len(self.results)} of {len(self.prompts)} prompts.", file=sys.stderr)
-            raise typer.Exit(130)
+            raise terminal.stopped(f" after {len(self.results)} of {len(self.prompts)} prompts.")
         if self.failures or different:
             raise typer.Exit(1)
 
@@ -192,23 +181,20 @@ class _Comparison:
             "left_out": self.left_out,
             "failed": self.failures,
         }
-        sampler = self.sampling.for_plain()["sampler"]
+        sampler = self.decoding.build_sampler()
         reports = {}
         for name, decoder in self.decoders.items():
             results = [result[name] for result in self.results]
             with self.threads.in_use():
                 limit = None if self.interrupted else limit_of(decoder, results, sampler)
             verdicts = judge(results, loading.score_answers)
-            reports[name] = Report(settings, results, self.sampling.greedy, limit, verdicts, about)
+            reports[name] = Report(settings, results, self.decoding.greedy, limit, verdicts, about)
         return reports
 
 
 @app.command()
-def doctor(
-    target: options.Target = None,
-    drafter: options.DrafterName = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-) -> None:
+@options.grouped(models=options.group(ModelOptions, "target", "drafter", "trust_remote_code"))
+def doctor(models: ModelOptions) -> None:
     """Show versions, device and BLAS, what a target would use, and what a drafter is and costs.
 
     Examples:
@@ -219,23 +205,22 @@ def doctor(
     dflash doctor --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16
     """
     from .. import bundled
-    from ..drafters import load_drafter
     from ..evaluation.doctor import machine_report, target_report
     from ..evaluation.drafter_report import drafter_report
-    from ..target import load_target
 
     terminal.print_pairs(machine_report())
     loaded = ours = None
-    if target is not None:
-        loaded = load_target(target, trust_remote_code)
+    drafter = models.drafter
+    if models.target is not None:
+        loaded = models.load_target()
         print()
         ours = bundled.find_drafter(loaded)
         about = {"bundled drafter": "none; dflash fit makes one" if ours is None else f"made for {ours.target}"}
-        terminal.print_pairs(target_report(loaded, target) | about | {"unused tokens": _unused(loaded)})
+        terminal.print_pairs(target_report(loaded, models.target) | about | {"unused tokens": _unused(loaded)})
         drafter = loading.BUNDLED if drafter is None and ours is not None else drafter
     if drafter is not None:
-        known = ours if drafter == loading.BUNDLED else None
-        found = load_drafter(known.folder if known else loading.drafter_name(drafter, loaded))
+        known = ours.folder if ours is not None and drafter == loading.BUNDLED else drafter
+        found = replace(models, drafter=known).load_drafter(loaded)
         print()
         terminal.print_pairs(drafter_report(found, drafter))
         if loaded is not None:

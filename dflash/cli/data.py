@@ -1,31 +1,21 @@
-"""``dflash prompts``, ``prepare`` and ``data``: from prompts to a dataset that the target wrote, and what is in it.
-
-Knows options, files and what to print. Must not know how anything is computed. Mounted by ``cli``.
-"""
+"""``dflash prompts``, ``prepare`` and ``data``: from prompts to a dataset that the target wrote, and what is in it."""
 
 import json
-import logging
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from ..core.errors import DataError
-from .options import (
-    Chat,
-    Limit,
-    RunSeed,
-    System,
-    Target,
-    Temp,
-    Template,
-    TemplateConfig,
-    TopK,
-    TopP,
-    TrustRemoteCode,
-    json_object,
-)
+from ..models import ModelOptions
+from ..options import DecodeOptions
+from . import options
+from .options import Limit, RunSeed, Template
+from .requests import PromptFormat
+from .terminal import show_log, stopped
+
+if TYPE_CHECKING:
+    from ..target import LoadedTargetModel
 
 app = typer.Typer()
 data_app = typer.Typer(no_args_is_help=True, help="Look into datasets, split or join them, or write one as JSONL.")
@@ -55,10 +45,11 @@ SplitName = Annotated[Literal["train", "heldout"] | None, typer.Option(help="Onl
 
 
 @app.command()
+@options.grouped(models=options.group(ModelOptions, "target", "trust_remote_code"))
 def prompts(
     output: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="The file to write.")],
     count: Annotated[int, typer.Option(metavar="N", help="How many different requests.")],
-    target: Target = None,
+    models: ModelOptions,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of a request; one that goes on is dropped.")] = 256,
     temp: Annotated[float, typer.Option(help="Temperature; must be greater than 0.")] = 1.0,
     min_p: Annotated[
@@ -69,10 +60,9 @@ def prompts(
         list[str] | None,
         typer.Option(metavar="TEXT", help="Words to begin requests with, in turn; '' for none. Repeatable."),
     ] = None,
-    system: System = None,
+    system: Annotated[str | None, options.option_of(PromptFormat, "system")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests written at a time.")] = 64,
     round_size: Annotated[int, typer.Option(help="Requests sampled together; a kill loses one round.")] = 256,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Let a target make up requests, where there is no data.
 
@@ -92,18 +82,25 @@ def prompts(
 
     begins = ("",) if not begin else tuple(begin)
     settings = PromptSettings(max_tokens, temp, min_p, seed, batch_size, round_size, begins, system)
-    counts = write_prompts(_load(target, trust_remote_code), count, output, settings)
+    counts = write_prompts(_load(models), count, output, settings)
     made = counts.pop("requests")
     print(", ".join(f"{name} {number}" for name, number in counts.items()))
     print(f"{made} requests are in {output}. Next: dflash prepare {output} DATA")
 
 
 @app.command()
+@options.grouped(
+    models=options.group(ModelOptions, "target", "trust_remote_code"),
+    sampling=options.group(DecodeOptions, "temp", "top_p", "min_p", "top_k", "seed", default={"seed": 0}),
+    form=options.group(PromptFormat),
+)
 def prepare(
     data: Prompts,
+    models: ModelOptions,
+    sampling: DecodeOptions,
+    form: PromptFormat,
     folder: Out = None,
     output: OutOption = None,
-    target: Target = None,
     split: HubSplit = None,
     subset: HubSubset = None,
     template: Template = None,
@@ -111,18 +108,10 @@ def prepare(
     regenerate: Regenerate = False,
     max_tokens: MaxTokens = 2048,
     max_length: MaxLength = 3072,
-    temp: Temp = 0.0,
-    top_p: TopP = 0.0,
-    top_k: TopK = 0,
-    seed: RunSeed = 0,
     batch_size: BatchSize = 32,
     shard_size: ShardSize = 512,
     heldout_percent: HeldoutPercent = None,
     heldout_at_least: HeldoutAtLeast = None,
-    chat: Chat = True,
-    system: System = None,
-    chat_template_config: TemplateConfig = None,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Make a training dataset: prompts, answered by the target.
 
@@ -143,17 +132,28 @@ def prepare(
     from ..prompts.conversations import read_conversations
     from ..training.data.prepare import PrepareSettings
 
-    switches = json_object(chat_template_config, "--chat-template-config")
-    sizes, sampling = (batch_size, shard_size), (temp, top_p, top_k, seed)
-    settings = PrepareSettings(max_tokens, max_length, *sampling, *sizes, regenerate, chat, switches)
+    settings = PrepareSettings(
+        max_tokens,
+        max_length,
+        sampling.temp,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.seed or 0,
+        batch_size,
+        shard_size,
+        regenerate,
+        form.chat,
+        form.chat_template_config or {},
+        min_p=sampling.min_p,
+    )
     heldout = _rule(heldout_percent, heldout_at_least)
     out = _one_folder(folder, output)
     conversations = read_conversations(data, split=split, subset=subset, template=template, limit=limit)
-    if system is not None:
-        conversations = [conversation.with_system(system) for conversation in conversations]
+    if form.system is not None:
+        conversations = [conversation.with_system(form.system) for conversation in conversations]
     hub = {"split": split, "subset": subset, "template": template}
     source = Path(data).name if Path(data).exists() else f"{data} {json.dumps(hub)}"
-    _prepare(conversations, _load(target, trust_remote_code), settings, out, source, heldout)
+    _prepare(conversations, _load(models), settings, out, source, heldout)
 
 
 def _one_folder(argument: Path | None, option: Path | None) -> Path:
@@ -169,14 +169,12 @@ def _one_folder(argument: Path | None, option: Path | None) -> Path:
     return out
 
 
-def _load(target: str | None, trust_remote_code: bool) -> Any:
+def _load(models: ModelOptions) -> "LoadedTargetModel":
     from ..core.backend import keep_freed_memory
-    from ..generate import PAIR
-    from ..target import load_target
 
     keep_freed_memory()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    return load_target(PAIR / "target" if target is None else target, trust_remote_code)
+    show_log()
+    return models.load_target()
 
 
 def _prepare(conversations: Any, target: Any, settings: Any, folder: Path, source: str, heldout: Any) -> None:
@@ -185,8 +183,7 @@ def _prepare(conversations: Any, target: Any, settings: Any, folder: Path, sourc
     try:
         manifest = make(conversations, target, settings, folder, source, heldout)
     except KeyboardInterrupt:
-        print(f"Stopped. Finished files stay in {folder}; the same command continues.", file=sys.stderr)
-        raise
+        raise stopped(f". Finished files stay in {folder}; the same command continues.") from None
     _print_splits(manifest)
     dropped = {name.replace("_", " "): number for name, number in manifest["dropped"].items()}
     print("dropped ", ", ".join(f"{number} {name}" for name, number in dropped.items()))

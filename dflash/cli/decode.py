@@ -1,73 +1,44 @@
-"""``dflash generate`` and ``dflash demo``: one request, answered.
-
-Knows options, streams and what to print. Must not know how anything is computed. Mounted by ``cli``.
-"""
+"""``dflash generate`` and ``dflash demo``: one request, answered."""
 
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..core.errors import DFlashError
+from ..models import ModelOptions
+from ..options import DecodeOptions
 from . import loading, options, terminal
-from .requests import Form, Requests
+from .requests import PromptFormat, Requests
 
 if TYPE_CHECKING:
     from ..decoding.stream import DFlashResponse
     from ..evaluation import PromptResult
+    from ..generate import DFlashSpeculativeDecoder
 
 app = typer.Typer()
 
 
 @app.command()
+@options.grouped(
+    models=options.group(ModelOptions),
+    form=options.group(PromptFormat),
+    decoding=options.group(DecodeOptions, without=("prompt_cache",)),
+)
 def generate(
     prompt: Annotated[str, options.Prompt],
-    target: options.Target = None,
-    drafter: options.DrafterName = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate. Default: 2048, or as many as there is room for.")
-    ] = None,
-    temp: options.Temp = 0.0,
-    top_p: options.TopP = 0.0,
-    min_p: options.MinP = 0.0,
-    top_k: options.TopK = 0,
-    logit_bias: options.LogitBias = None,
-    repetition_penalty: options.RepetitionPenalty = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = None,
-    block_size: options.BlockSize = None,
-    chat: options.Chat = True,
-    system: options.System = None,
-    chat_template_config: options.TemplateConfig = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="STR", help="End before this text; repeatable.", callback=options.stop_strings),
-    ] = None,
-    verify: options.Verify = None,
-    policy: options.PolicyName = None,
-    tree: options.TreeNodes = None,
-    sampler: options.SamplerName = None,
-    logits_processor: options.ProcessorNames = None,
-    draft_bits: options.DraftBits = None,
-    draft_window: options.DraftWindow = None,
-    prompt_cache_file: options.PromptCacheFile = None,
-    max_kv_size: options.MaxKvSize = None,
-    kv_bits: options.KvBits = None,
-    kv_group_size: options.KvGroupSize = 64,
-    quantized_kv_start: options.QuantizedKvStart = 5000,
-    trust_remote_code: options.TrustRemoteCode = False,
+    models: ModelOptions,
+    form: PromptFormat,
+    decoding: DecodeOptions,
+    prompt_cache_file: Annotated[str | None, options.option_of(DecodeOptions, "prompt_cache")] = None,
     show_blocks: Annotated[
         bool, typer.Option("--show-blocks", help="Colour the text: accepted drafts, the target's own tokens.")
     ] = False,
     show_rejected: Annotated[
         bool, typer.Option("--show-rejected", help="As --show-blocks, and show the drafts that were rejected.")
-    ] = False,
-    trace: options.TraceTo = None,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Show where the time went, and which verify lengths were chosen.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -90,38 +61,19 @@ def generate(
 
     if as_json and (show_blocks or show_rejected):
         raise DFlashError("--show-blocks colours text, and --json prints none; leave one of them out.")
-    text = terminal.prompt_text(prompt, keep_ends=not chat)
-    form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
-    penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
-    processors = tuple(logits_processor or ())
-    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, policy, tree)
-    decoder = loading.load_decoder(target, drafter, block_size, trust_remote_code, draft_bits, draft_window)
-    caching = options.caching(max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+    text = terminal.prompt_text(prompt, keep_ends=not form.chat)
+    decoder = loading.load_decoder(models)
     if prompt_cache_file is None:
         tokens = form.tokens(text, decoder.loaded_target)
     else:
-        caching["prompt_cache"] = cache = decoder.load_prompt_cache(prompt_cache_file)
+        cache = decoder.load_prompt_cache(prompt_cache_file)
+        decoding = replace(decoding, prompt_cache=cache)
         tokens = cache.tokens + form.continuation(text, decoder.loaded_target)
-    loading.set_seed(seed)
     coloured = ColouredText(show_rejected) if show_blocks or show_rejected else None
-    responses = []
     with ExitStack() as stack:
-        names = {"target": loading.path_or_bundled(target), "drafter": loading.path_or_bundled(drafter)}
-        file = None if trace is None else stack.enter_context(TraceFile(trace, **names))
-        watching: dict[str, Any] = {"trace": together(file, coloured), "profile": profile}
-        try:
-            for response in decoder.stream_generate(
-                tokens, max_tokens, temp, stop, **sampling.for_dflash(), **caching, **watching
-            ):
-                responses.append(response)
-                if not as_json and coloured is None:
-                    terminal.show(response.text)
-        except BaseException as error:
-            if not as_json and responses:
-                print(flush=True)  # what is said next begins a line of its own
-            if isinstance(error, KeyboardInterrupt):
-                print(f"Stopped after {sum(len(r.tokens) for r in responses)} tokens.", file=sys.stderr)
-            raise
+        file = decoding.trace and stack.enter_context(TraceFile(decoding.trace, **loading.names_of(models)))
+        decoding = replace(decoding, trace=together(file, coloured))
+        responses = _shown(decoder, tokens, decoding, quiet=as_json or coloured is not None, lines=not as_json)
     result = generation(len(tokens), responses)
     if as_json:
         print(json.dumps(result))
@@ -130,6 +82,25 @@ def generate(
     print(speed_line(result), file=sys.stderr)
     if responses and responses[-1].profile is not None:
         print_profile(responses[-1].profile)
+
+
+def _shown(
+    decoder: "DFlashSpeculativeDecoder", tokens: list[int], decoding: DecodeOptions, *, quiet: bool, lines: bool
+) -> list["DFlashResponse"]:
+    """The responses, their text shown as it comes unless ``quiet``; with ``lines`` what ends it early begins a line."""
+    responses: list[DFlashResponse] = []
+    try:
+        for response in decoder.stream_generate(tokens, **decoding.asked()):
+            responses.append(response)
+            if not quiet:
+                terminal.show(response.text)
+    except BaseException as error:
+        if lines and responses:
+            print(flush=True)
+        if isinstance(error, KeyboardInterrupt):
+            raise terminal.stopped(f" after {sum(len(r.tokens) for r in responses)} tokens.") from None
+        raise
+    return responses
 
 
 def generation(prompt_tokens: int, responses: list["DFlashResponse"]) -> dict[str, Any]:
@@ -165,7 +136,9 @@ def speed_line(result: dict[str, Any]) -> str:
 
 
 @app.command()
+@options.grouped(models=options.group(ModelOptions, "target", "drafter", "trust_remote_code"))
 def demo(
+    models: ModelOptions,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -173,9 +146,6 @@ def demo(
             callback=options.is_text,
         ),
     ] = None,
-    target: options.Target = None,
-    drafter: options.DrafterName = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Answer one request plainly, then with DFlash, and compare.
 
@@ -193,13 +163,13 @@ def demo(
     from ..evaluation import demo as d
 
     text = None if prompt is None else terminal.prompt_text(prompt)
-    decoder = loading.load_decoder(target, drafter, trust_remote_code=trust_remote_code)
+    decoder = loading.load_decoder(models)
     loaded = decoder.loaded_target
     if text is None:
-        heldout = b.HELDOUT if target is None else heldout_for(loaded)
-        requests = Requests.read(heldout).encode(loaded, Form())
+        heldout = b.HELDOUT if models.target is None else heldout_for(loaded)
+        requests = Requests.read(heldout).encode(loaded, PromptFormat())
     else:
-        requests = [b.BenchPrompt(text, Form().tokens(text, loaded))]
+        requests = [b.BenchPrompt(text, PromptFormat().tokens(text, loaded))]
     sides = d.demo_sides(decoder, requests)
     request = d.choose_request(sides, requests) if text is None else requests[0]
     print(f"Request: {request.text}")

@@ -1,19 +1,18 @@
-"""``dflash eval``: how good a drafter is, by decoding a file of prompts or standard suites.
-
-Knows options, files and what to print. Must not know how anything is measured. Mounted by ``cli``.
-"""
+"""``dflash eval``: how good a drafter is, by decoding a file of prompts or standard suites."""
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..core.errors import DFlashError
+from ..models import ModelOptions
+from ..options import DecodeOptions
 from . import loading, options, terminal
-from .requests import Form, Requests, that_fit
+from .requests import PromptFormat, Requests, that_fit
 
 if TYPE_CHECKING:
     from ..evaluation import BenchPrompt
@@ -33,37 +32,30 @@ Suites = Annotated[
 
 
 @app.command("eval")
+@options.grouped(
+    models=options.group(ModelOptions, without=("drafter",)),
+    form=options.group(PromptFormat),
+    decoding=options.group(
+        DecodeOptions,
+        without=("profile", "prompt_cache"),
+        default={"max_tokens": MAX_TOKENS, "seed": 0, "policy": "full"},
+        max_tokens={"min": 1, "help": "Most tokens to generate for a prompt."},
+        policy={"help": "Drafts that a block verifies: full (all, default), adaptive, a number, a plug-in's."},
+    ),
+)
 def evaluate(
+    models: ModelOptions,
+    form: PromptFormat,
+    decoding: DecodeOptions,
+    asked: dict[str, Any],
     drafter: Annotated[
         str | None,
         typer.Argument(metavar="[PATH|HUB]", help="Default: the bundled one.", callback=options.not_empty),
     ] = None,
-    target: options.Target = None,
     prompts: options.Prompts = None,
     suite: Suites = None,
     template: options.Template = None,
     limit: options.Limit = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = MAX_TOKENS,
-    temp: options.Temp = 0.0,
-    top_p: options.TopP = 0.0,
-    min_p: options.MinP = 0.0,
-    top_k: options.TopK = 0,
-    logit_bias: options.LogitBias = None,
-    repetition_penalty: options.RepetitionPenalty = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.RunSeed = 0,
-    chat: options.Chat = True,
-    system: options.System = None,
-    chat_template_config: options.TemplateConfig = None,
-    verify: options.Verify = None,
-    tree: options.TreeNodes = None,
-    sampler: options.SamplerName = None,
-    logits_processor: options.ProcessorNames = None,
-    draft_bits: options.DraftBits = None,
-    draft_window: options.DraftWindow = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    trace: options.TraceTo = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Score a drafter on prompts by decoding: acceptance length, and acceptance by position.
@@ -77,32 +69,31 @@ def evaluate(
     dflash eval runs/mine/drafter --target Qwen/Qwen3-4B --prompts mine.jsonl --json
     dflash eval DRAFTER --target T --suite gsm8k --suite mt-bench=FILE.jsonl --limit 80
     """
-    asked = {name: value for name, value in locals().items() if name != "as_json"}
+    import mlx.core as mx
+
     from ..decoding.trace import TraceFile
     from ..evaluation.acceptance import measure_turns
 
-    form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
-    penalties = options.penalties(repetition_penalty, presence_penalty, frequency_penalty, logit_bias)
-    processors = tuple(logits_processor or ())
-    sampling = options.Sampling(temp, top_p, min_p, top_k, sampler, processors, penalties, verify, None, tree)
+    models = replace(models, drafter=drafter)
     requests = _requests(prompts, suite, template, limit)
-    decoder = loading.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
-    loaded = decoder.loaded_target
-    fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, max_tokens)
-    names = {"target": loading.path_or_bundled(target), "drafter": loading.path_or_bundled(drafter)}
-    loading.set_seed(seed)
+    decoder = loading.load_decoder(models)
+    loaded, trace, names = decoder.loaded_target, decoding.trace, loading.names_of(models)
+    most = decoding.max_tokens or MAX_TOKENS
+    fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, most)
+    mx.random.seed(decoding.seed)  # once: each prompt continues with the state that the previous one left
     terminal.show_progress()
+    given = decoding.given() | {"policy": decoding.policy}
+    per_request = {name: value for name, value in given.items() if name not in ("max_tokens", "temp", "seed")}
     with ExitStack() as stack:
-        watching = {} if trace is None else {"trace": stack.enter_context(TraceFile(trace, **names))}
-        encode = form.in_messages(loaded)
-        each = measure_turns(decoder, fitting, encode, max_tokens, temp, **sampling.for_dflash(), **watching)
-        parts, interrupted = _parts(each, fitting, decoder.draft_model.block_size)
-    settings = asked | names | {"prompts": requests.identity(), "trace": trace and str(trace)}
+        file = trace and stack.enter_context(TraceFile(trace, **names))
+        each = measure_turns(decoder, fitting, form.in_messages(loaded), most, decoding.temp, trace=file, **per_request)
+        parts, interrupted = _parts(each, fitting, decoder.block_size)
+    settings = {name: value for name, value in asked.items() if name != "as_json"}
+    settings |= names | {"prompts": requests.identity(), "trace": trace and str(trace)}
     about = {"settings": settings, "complete": not (interrupted or left_out), "left_out": left_out}
-    _show(parts, [prompt.kind for prompt in fitting[: len(parts)]], decoder.draft_model.block_size, about, as_json)
+    _show(parts, [prompt.kind for prompt in fitting[: len(parts)]], decoder.block_size, about, as_json)
     if interrupted:
-        print(f"Stopped after {len(parts)} of {len(fitting)} prompts.", file=sys.stderr)
-        raise typer.Exit(130)
+        raise terminal.stopped(f" after {len(parts)} of {len(fitting)} prompts.")
 
 
 def _requests(prompts: str | None, suites: list[str] | None, template: str | None, limit: int | None) -> Requests:
@@ -120,19 +111,14 @@ def _parts(
     each: "Iterator[tuple[int, Acceptance]]", prompts: "list[BenchPrompt]", block_size: int
 ) -> tuple[list["Acceptance"], bool]:
     """Counts of each prompt that was answered, all its turns together, and whether Ctrl-C came before the last."""
-    from ..core.progress import progress
     from ..evaluation.acceptance import total
 
     answers = sum(1 + (len(p.conversation.later) if p.conversation else 0) for p in prompts)
+    found, interrupted = terminal.until_stopped(each, "eval", answers)
     parts: list[Acceptance] = []
-    try:
-        for number, counts in progress(each, "eval", answers):
-            parts[number:] = [total([*parts[number:], counts], block_size)]
-    except KeyboardInterrupt:
-        if not parts:
-            raise
-        return parts, True
-    return parts, False
+    for number, counts in found:
+        parts[number:] = [total([*parts[number:], counts], block_size)]
+    return parts, interrupted
 
 
 def _show(

@@ -1,16 +1,12 @@
-"""``dflash fit``: from a target alone to its drafter, in one command.
+"""``dflash fit``: from a target alone to its drafter, in one command."""
 
-Knows options and what to print. Must not know the stages. Mounted by ``cli``.
-"""
-
-import logging
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .options import RunSeed, TrustRemoteCode, not_empty
+from .terminal import show_log, stopped
 
 app = typer.Typer()
 
@@ -60,7 +56,7 @@ def fit(
     from ..training.pipeline import Pipeline
 
     keep_freed_memory()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    show_log()
     made_up = PromptSettings(seed=seed, begins=tuple(begin or ("",)))
     responses = PrepareSettings(max_tokens=max_tokens, temp=temp, seed=seed, shard_size=256)
     given = (tuple(settings or ()), trust_remote_code)
@@ -69,7 +65,6 @@ def fit(
         with logging_redirect_tqdm():
             drafter = pipeline.run()
     except KeyboardInterrupt:
-        print(f"Stopped. What is finished stays in {output}; the same command continues.", file=sys.stderr)
-        raise
+        raise stopped(f". What is finished stays in {output}; the same command continues.") from None
     trust = " --trust-remote-code" if trust_remote_code else ""
     print(f'{drafter}\nTry it: dflash generate "..." --target {target} --drafter {drafter}{trust}')

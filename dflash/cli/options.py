@@ -1,20 +1,21 @@
-"""The options that several commands share, and their checks.
+"""Parameters of commands, made from the records that state each option, with the checks of a command line."""
 
-Knows typer, and the options of decoding. Must not know any one command, models (``loading.py``) or what is printed
-(``terminal.py``).
-"""
-
+import inspect
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from ..core.errors import DataError, DFlashError
+from ..models import ModelOptions
+from ..options import DecodeOptions
 
 MAX_TOKENS = 512
 LARGEST_SEED = 2**64 - 1
+TEMPLATE_CONFIG = '{"enable_thinking": false}'
 
 
 # --- checks, made as options are read ------------------------------------------------------------------
@@ -78,39 +79,141 @@ def _shown(parameter: typer.CallbackParam) -> str:
     return name if name.startswith("-") else f"The {name}"
 
 
-# --- options -------------------------------------------------------------------------------------------
+# --- from records to parameters ------------------------------------------------------------------------
+
+
+def json_object(text: str | None, option: str, example: str = TEMPLATE_CONFIG) -> dict[str, Any]:
+    """A JSON object given on the command line. Raises ``DataError`` for anything else."""
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise DataError(f"{option} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{option} must be a JSON object such as {example}, got {text}.")
+    return value
+
+
+def _logit_bias(text: str) -> dict[int, Any]:
+    bias = json_object(text, "--logit-bias", '{"7": -100}')
+    unknown = next((token for token in bias if not token.isdecimal()), None)
+    if unknown is not None:
+        raise DFlashError(f"--logit-bias must name token ids, got {unknown!r}.")
+    return {int(token): value for token, value in bias.items()}
+
+
+_CHECKS = {
+    "block_size": two_positions,
+    "seed": seed_in_range,
+    "stop_strings": stop_strings,
+    "system": is_text,
+    "trace": new_trace,
+}
+"""By the name of a field; any other text must not be empty."""
+
+_READ: dict[str, Callable[[str], Any]] = {
+    "chat_template_config": lambda text: json_object(text, "--chat-template-config"),
+    "logit_bias": _logit_bias,
+    "policy": lambda text: int(text) if text.isdecimal() else text,
+}
+"""What a field's text on the command line stands for."""
+
+
+def option_of(record: type, name: str) -> Any:
+    """The typer option of the field ``name`` of ``record``."""
+    return _option(next(field for field in fields(record) if field.name == name), {})
+
+
+def _option(field: "Field[Any]", changed: Mapping[str, Any]) -> Any:
+    known = field.metadata
+    check = _CHECKS.get(field.name, not_empty if known["kind"] in (str, list[str]) else None)
+    given = {"help": known["meaning"], "metavar": known["metavar"], "callback": check} | dict(changed)
+    return typer.Option(flag_of(field), **given)
+
+
+def flag_of(field: "Field[Any]") -> str:
+    """What an option is called on the command line."""
+    return field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
+
+
+class Group(NamedTuple):
+    """Parameters of a command line that a command receives as one value, which ``make`` builds."""
+
+    parameters: list[inspect.Parameter]
+    make: Callable[..., Any]
+
+
+def group(
+    record: type,
+    *only: str,
+    without: Sequence[str] = (),
+    default: Mapping[str, Any] | None = None,
+    **changed: Mapping[str, Any],
+) -> Group:
+    """The fields of ``record``, or ``only`` some of them, as parameters that come back as a ``record``.
+
+    Args:
+        record: A dataclass whose fields are made by :func:`~dflash.core.option.option`.
+        only: Names of the fields to take; by default all.
+        without: Names of fields to leave out.
+        default: Values, by field, of what is not given.
+        changed: Arguments of ``typer.Option``, by field, that this command states differently.
+    """
+    chosen = {_parameter_name(f): f for f in fields(record) if f.name in (only or (f.name,)) and f.name not in without}
+    defaults = {name: (default or {}).get(field.name) for name, field in chosen.items()}
+
+    def make(**values: Any) -> Any:
+        found = {}
+        for name, field in chosen.items():
+            value = defaults[name] if values[name] is None else values[name]
+            found[field.name] = _READ[field.name](value) if field.name in _READ and value is not None else value
+        return record(**found)
+
+    parameters = []
+    for name, field in chosen.items():
+        kind = field.metadata["kind"]
+        in_help = field.default if defaults[name] is None else defaults[name]
+        shown = in_help if kind in (int, float, bool) else None  # of others the help says what they are by default
+        annotation = Annotated[kind if shown is not None else kind | None, _option(field, changed.get(field.name, {}))]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=annotation))
+    return Group(parameters, make)
+
+
+def _parameter_name(field: "Field[Any]") -> str:
+    return flag_of(field).partition("/")[0].lstrip("-").replace("-", "_")
+
+
+def grouped(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take each of ``groups`` as one parameter of that name, and as its options on the command line.
+
+    A command with a parameter ``asked`` gets a dict of all that was asked for, by the names of the parameters.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command).parameters
+        parameters = []
+        for name, parameter in own.items():
+            as_keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)] if name != "asked" else []
+            parameters += groups[name].parameters if name in groups else as_keyword
+
+        def run(**values: Any) -> None:
+            asked = {"asked": dict(values)} if "asked" in own else {}
+            for name, group in groups.items():
+                values[name] = group.make(**{p.name: values.pop(p.name) for p in group.parameters})
+            command(**values, **asked)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+# --- options of their own ------------------------------------------------------------------------------
 
 Prompt = typer.Argument(help="The request; - reads it from standard input.", callback=is_text, show_default=False)
-Target = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH|HUB",
-        help="Folder or hub name of the target. Default: bundled, the one of the package.",
-        callback=not_empty,
-    ),
-]
-DrafterName = Annotated[
-    str | None,
-    typer.Option(
-        "--drafter",
-        metavar="PATH|HUB",
-        help="The drafter for the target; ngram needs no training, ngram+PATH copies where the text repeats. "
-        "Default: the one that is bundled for the target.",
-        callback=not_empty,
-    ),
-]
-DrafterNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--drafter",
-        metavar="PATH|HUB",
-        help="A drafter for the target; repeatable, to compare several. Also: bundled, ngram, ngram+PATH.",
-        callback=not_empty,
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the target.")
-]
+TrustRemoteCode = Annotated[bool, option_of(ModelOptions, "trust_remote_code")]
+RunSeed = Annotated[int, option_of(DecodeOptions, "seed")]
 Prompts = Annotated[
     str | None,
     typer.Option(
@@ -123,194 +226,4 @@ Template = Annotated[
     str | None, typer.Option(help="Makes the prompt from a line's keys: 'Question: {question}'.", callback=is_text)
 ]
 Limit = Annotated[int | None, typer.Option(metavar="N", help="Take only the first N prompts.")]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(help=f"Most tokens to generate. Default: {MAX_TOKENS}, or fewer where the target has less room."),
-]
-Temp = Annotated[float, typer.Option(help="Temperature; 0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Nucleus sampling; 0 is off.")]
-MinP = Annotated[float, typer.Option(help="Drop what is less probable than this fraction of the best; 0 is off.")]
-TopK = Annotated[int, typer.Option(help="Sample among the k most probable tokens; 0 is off.")]
-Seed = Annotated[int | None, typer.Option(help="Seed for sampling.", callback=seed_in_range)]
-RunSeed = Annotated[int, typer.Option(help="Seed for sampling.", callback=seed_in_range)]
-BlockSize = Annotated[
-    int | None,
-    typer.Option(help="Positions per block, the anchor included. Default: the drafter's own.", callback=two_positions),
-]
-DraftBits = Annotated[
-    int | None,
-    typer.Option("--draft-bits", help="Quantise the drafter as it is loaded: 8, 6, 5, 4, 3 or 2 bits a weight."),
-]
-DraftWindow = Annotated[
-    int | None,
-    typer.Option(
-        "--draft-window",
-        metavar="N",
-        help="Newest context tokens that the drafter's full attention sees; its memory stops growing with the text.",
-    ),
-]
-LogitBias = Annotated[
-    str | None, typer.Option("--logit-bias", metavar="JSON", help="Add to the logits of token ids: '{\"7\": -100}'.")
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Divides logits of the last 20 tokens, as mlx-lm's does; 0 is off.")
-]
-PresencePenalty = Annotated[float, typer.Option(help="Taken from the logits of the last 20 tokens; 0 is off.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="The same, once each time that a token occurred; 0 is off.")]
-Chat = Annotated[bool, typer.Option("--chat/--raw", help="Use the chat template, or the prompt as it is.")]
-System = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="System prompt, where the prompt has none.", callback=is_text)
-]
-TEMPLATE_CONFIG = typer.Option(metavar="JSON", help="Switches of the chat template: '{\"enable_thinking\": false}'.")
-TemplateConfig = Annotated[str | None, TEMPLATE_CONFIG]
-Verify = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Verification rule: first_mismatch (default), speculative_sampling, or one that a plug-in adds.",
-        callback=not_empty,
-    ),
-]
-PolicyName = Annotated[
-    str | None,
-    typer.Option(
-        "--policy",
-        metavar="NAME|N",
-        help="Drafts that a block verifies: adaptive (default, by measured cost), full (all), a number, a plug-in's.",
-        callback=not_empty,
-    ),
-]
-TreeNodes = Annotated[
-    int | None,
-    typer.Option(
-        "--tree",
-        metavar="N",
-        help="Verify a tree of N drafts in a block, the likeliest paths, in place of a chain. Full attention only.",
-    ),
-]
-SamplerName = Annotated[
-    str | None, typer.Option("--sampler", metavar="NAME", help="A sampler that a plug-in adds.", callback=not_empty)
-]
-ProcessorNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--logits-processor",
-        metavar="NAME",
-        help="A logits processor that a plug-in adds; repeatable.",
-        callback=not_empty,
-    ),
-]
-TraceTo = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE.jsonl",
-        help="Record what each block did, for `dflash report` and studies, in a new file.",
-        callback=new_trace,
-    ),
-]
-MaxKvSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Bound the target's caches to this many tokens. As in mlx-lm, without effect on models that choose their "
-        "caches themselves, such as those with sliding windows."
-    ),
-]
-KvBits = Annotated[
-    int | None,
-    typer.Option(
-        help="Quantise the target's keys and values to 8, 6, 4, 3 or 2 bits, once there are --quantized-kv-start."
-    ),
-]
-KvGroupSize = Annotated[int, typer.Option(help="Keys and values that share one scale: 32, 64 or 128.")]
-QuantizedKvStart = Annotated[int, typer.Option(help="With --kv-bits: tokens in the caches before they are quantised.")]
-PromptCacheFile = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Go on from this prompt (dflash cache-prompt, mlx_lm.cache_prompt) within its message.",
-        callback=not_empty,
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn and verified, as the command line names it."""
-
-    temp: float = 0.0
-    top_p: float = 0.0
-    min_p: float = 0.0
-    top_k: int = 0
-    sampler: str | None = None
-    logits_processors: tuple[str, ...] = ()
-    penalties: dict[str, Any] = field(default_factory=dict)
-    verify: str | None = None
-    policy: str | None = None
-    tree: int | None = None
-
-    def for_dflash(self) -> dict[str, Any]:
-        """Options of ``stream_generate`` beside the temperature; what was not asked for is left to its defaults."""
-        asked = {
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "top_k": self.top_k,
-            **self.penalties,
-            "sampler": self.sampler,
-            "logits_processors": list(self.logits_processors),
-            "verify": self.verify,
-            "policy": int(self.policy) if self.policy and self.policy.isdecimal() else self.policy,
-        }
-        given = {name: value for name, value in asked.items() if value or (name == "policy" and value is not None)}
-        return given if self.tree is None else given | {"tree": self.tree}
-
-    def for_plain(self) -> dict[str, Any]:
-        """The same for plain mlx_lm: a sampler and logits processors.
-
-        Raises ``GenerationError`` for what cannot be, which needs no model.
-        """
-        from ..options import decode_options
-
-        checked = decode_options({"temp": self.temp} | self.for_dflash())
-        return {"sampler": checked.build_sampler(), "logits_processors": checked.build_processors() or None}
-
-    @property
-    def greedy(self) -> bool:
-        """Whether both sides must write the same tokens."""
-        from ..options import GREEDY_BELOW
-
-        return self.temp < GREEDY_BELOW and self.sampler is None
-
-
-def penalties(repetition: float, presence: float, frequency: float, logit_bias: str | None) -> dict[str, Any]:
-    """What is done to the logits before a token is drawn. Raises ``DFlashError`` for a bad bias."""
-    bias = json_object(logit_bias, "--logit-bias", '{"7": -100}')
-    unknown = next((token for token in bias if not token.isdecimal()), None)
-    if unknown is not None:
-        raise DFlashError(f"--logit-bias must name token ids, got {unknown!r}.")
-    named = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
-    return named | {"logit_bias": {int(token): value for token, value in bias.items()}}
-
-
-def caching(
-    max_kv_size: int | None, kv_bits: int | None, kv_group_size: int, quantized_kv_start: int
-) -> dict[str, Any]:
-    """Options of ``stream_generate`` for the target's caches."""
-    return {
-        "max_kv_size": max_kv_size,
-        "kv_bits": kv_bits,
-        "kv_group_size": kv_group_size,
-        "quantized_kv_start": quantized_kv_start,
-    }
-
-
-def json_object(text: str | None, option: str, example: str = '{"enable_thinking": false}') -> dict[str, Any]:
-    """A JSON object given on the command line. Raises ``DataError`` for anything else."""
-    try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise DataError(f"{option} is not valid JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{option} must be a JSON object such as {example}, got {text}.")
-    return value

@@ -1,38 +1,33 @@
-"""``dflash cache-prompt``: a long beginning of prompts read once, into a file; as ``mlx_lm.cache_prompt``.
-
-Knows options and what to print. Must not know caches or their files. Mounted by ``cli``.
-"""
+"""``dflash cache-prompt``: a long beginning of prompts read once, into a file; as ``mlx_lm.cache_prompt``."""
 
 import time
 from typing import Annotated
 
 import typer
 
+from ..models import ModelOptions
+from ..options import DecodeOptions, option_names
 from . import loading, options, terminal
-from .requests import Form
+from .requests import PromptFormat
 
 app = typer.Typer()
 
 
 @app.command("cache-prompt")
+@options.grouped(
+    models=options.group(ModelOptions, without=("block_size",)),
+    form=options.group(PromptFormat),
+    caches=options.group(DecodeOptions, *option_names("caches"), "prefill_step_size"),
+)
 def cache_prompt(
     prompt: Annotated[str, options.Prompt],
     prompt_cache_file: Annotated[
         str,
         typer.Option(metavar="FILE", help="The .safetensors file to write.", callback=options.not_empty),
     ],
-    target: options.Target = None,
-    drafter: options.DrafterName = None,
-    chat: options.Chat = True,
-    system: options.System = None,
-    chat_template_config: options.TemplateConfig = None,
-    max_kv_size: options.MaxKvSize = None,
-    kv_bits: options.KvBits = None,
-    kv_group_size: options.KvGroupSize = 64,
-    quantized_kv_start: options.QuantizedKvStart = 5000,
-    draft_bits: options.DraftBits = None,
-    draft_window: options.DraftWindow = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    models: ModelOptions,
+    form: PromptFormat,
+    caches: DecodeOptions,
 ) -> None:
     """Read the beginning of a user's message, and keep what target and drafter made of it.
 
@@ -47,11 +42,9 @@ def cache_prompt(
     dflash generate "Who is the thief?" --prompt-cache-file book.safetensors
     """
     text = terminal.prompt_text(prompt, keep_ends=True)
-    form = Form(chat, options.json_object(chat_template_config, "--chat-template-config"), system)
-    caching = options.caching(max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
-    decoder = loading.load_decoder(target, drafter, None, trust_remote_code, draft_bits, draft_window)
-    cache, began = decoder.make_prompt_cache(**caching), time.perf_counter()
-    decoder.cache_prompt(text, cache, chat=form.chat, system=form.system, chat_template_config=form.switches or None)
-    cache.save(prompt_cache_file, {} if target in (None, loading.BUNDLED) else {"model": target})
+    decoder = loading.load_decoder(models)
+    cache, began = decoder.make_prompt_cache(**caches.cache_options), time.perf_counter()
+    decoder.cache_prompt(text, cache, caches.prefill_step_size, **vars(form))
+    cache.save(prompt_cache_file, {} if models.target in (None, loading.BUNDLED) else {"model": str(models.target)})
     seconds, count = time.perf_counter() - began, len(cache.tokens)
     print(f"{prompt_cache_file}: {count} token{'' if count == 1 else 's'}, {count / seconds:.1f} tokens/s.")

@@ -1,7 +1,4 @@
-"""The prompts of a command: read before a model loads, made into token ids once it has.
-
-Knows prompt files, chat templates and lengths. Must not know options of any one command, or what becomes of them.
-"""
+"""The prompts of a command: read before a model loads, made into token ids once it has."""
 
 import hashlib
 import logging
@@ -12,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DataError, DFlashError, GenerationError
+from ..core.option import option
+from .options import TEMPLATE_CONFIG
 
 if TYPE_CHECKING:
     from ..evaluation import BenchPrompt
@@ -22,20 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Form:
+class PromptFormat:
     """How a prompt becomes tokens: through the chat template or raw, the template's switches, a system prompt."""
 
-    chat: bool = True
-    switches: dict[str, Any] | None = None
-    system: str | None = None
+    chat: bool = option(True, "Use the chat template, or the prompt as it is.", flag="--chat/--raw")
+    system: str | None = option(None, "System prompt, where the prompt has none.", kind=str, metavar="TEXT")
+    chat_template_config: dict[str, Any] | None = option(
+        None, f"Switches of the chat template: '{TEMPLATE_CONFIG}'.", kind=str, metavar="JSON"
+    )
 
     def tokens(self, prompt: str | list[dict[str, str]], target: "LoadedTargetModel") -> list[int]:
         """Token ids of a text or of messages. Raises ``GenerationError`` where they have none."""
         from ..prompts.tokens import prompt_tokens
 
-        return prompt_tokens(
-            target, prompt, chat=self.chat, system=self.system, chat_template_config=self.switches or None
-        )
+        return prompt_tokens(target, prompt, **vars(self))
 
     def in_messages(self, target: "LoadedTargetModel") -> Callable[[str | list[dict[str, str]]], list[int]]:
         """:meth:`tokens` of what has the system prompt already, if there is to be one."""
@@ -47,7 +46,7 @@ class Form:
 
         if self.system is not None:
             raise GenerationError("The system prompt belongs to the beginning: give --system to dflash cache-prompt.")
-        return continuation_tokens(target, text, chat=self.chat, chat_template_config=self.switches or None)
+        return continuation_tokens(target, text, chat=self.chat, chat_template_config=self.chat_template_config)
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Requests:
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else digest(self.conversations)
         return {"source": self.source, "sha256": sha256, "prompts": len(self.conversations)}
 
-    def encode(self, target: "LoadedTargetModel", form: Form) -> list["BenchPrompt"]:
+    def encode(self, target: "LoadedTargetModel", form: PromptFormat) -> list["BenchPrompt"]:
         """Each conversation up to the response that is wanted, as token ids.
 
         Raises ``DataError``, naming the line, where the target cannot take one.

@@ -1,13 +1,13 @@
-"""Text in, and text and tables out, as several commands share them.
-
-Knows standard input, the terminal and rich. Must not know any one command, or models.
-"""
+"""Text in, and text, tables and log lines out, as several commands share them."""
 
 import logging
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from ..core.errors import DFlashError
+
+T = TypeVar("T")
 
 
 def prompt_text(prompt: str, keep_ends: bool = False) -> str:
@@ -28,10 +28,38 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
+def show_log(level: int = logging.INFO) -> None:
+    """Log to stderr what happens from here on."""
+    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+
 def show_progress() -> None:
     """Let the log lines of :func:`~dflash.core.progress.progress` through to stderr, and no other information."""
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    show_log(logging.WARNING)
     logging.getLogger("dflash.core.progress").setLevel(logging.INFO)
+
+
+def until_stopped(items: Iterable[T], name: str, count: int) -> tuple[list[T], bool]:
+    """All of ``count`` items with a progress bar, or those that came before Ctrl-C, and whether it came.
+
+    Ctrl-C before the first item raises ``KeyboardInterrupt``.
+    """
+    from ..core.progress import progress
+
+    found: list[T] = []
+    try:
+        for item in progress(items, name, count):
+            found.append(item)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        return found, True
+    return found, False
+
+
+def stopped(what: str) -> KeyboardInterrupt:
+    """Ends a command as Ctrl-C does, with a line on ``what`` is there."""
+    return KeyboardInterrupt(f"Stopped{what}")
 
 
 def print_pairs(pairs: dict[str, str]) -> None:

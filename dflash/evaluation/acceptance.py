@@ -103,6 +103,7 @@ def measure_each(
     prompts: Iterable[list[int]],
     max_tokens: int,
     temperature: float = 0.0,
+    block_size: int | None = None,
     **options: Any,
 ) -> Iterator[Acceptance]:
     """As :func:`measure`, but the counts of one prompt at a time.
@@ -111,10 +112,11 @@ def measure_each(
     machine.
     """
     options = {"policy": "full"} | options
-    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=drafter.block_size, max_seq_length=maxsize)
+    block_size = block_size or drafter.block_size
+    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=block_size, max_seq_length=maxsize)
     for prompt in prompts:
         blocks = committed = 0
-        verified, accepted = (np.zeros(drafter.block_size - 1, dtype=np.int64) for _ in range(2))
+        verified, accepted = (np.zeros(block_size - 1, dtype=np.int64) for _ in range(2))
         for i, response in enumerate(decoder.stream_generate(prompt, max_tokens, temperature, **options)):
             if i == 0:  # the prompt's own pass, which is no block
                 continue
@@ -164,7 +166,8 @@ def measure_turns(
 
     listener = together(trace, listen if any(prompt.conversation for prompt in prompts) else None)
     tracing = {} if listener is None else {"trace": listener}
-    for counts in measure_each(target, drafter, requests(), max_tokens, temperature, **options, **tracing):
+    each = measure_each(target, drafter, requests(), max_tokens, temperature, decoder.block_size, **options, **tracing)
+    for counts in each:
         yield asked[-1], counts
 
 

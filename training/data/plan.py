@@ -5,7 +5,7 @@ Knows settings, conversations and their tokens. Must not know files, or how resp
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dflash import LoadedTargetModel
@@ -26,8 +26,8 @@ class PrepareSettings:
     """What a dataset is made of. Lengths are in tokens.
 
     A response is cut at ``max_tokens``, or where its sequence reaches ``max_length``; given sequences longer than
-    that are dropped. ``temp`` 0 is greedy; ``top_p`` and ``top_k`` 0 are off. ``shard_size`` conversations go into
-    one file. With ``regenerate`` the target writes given last responses anew; at ``temp`` 0 a response that is
+    that are dropped. ``temp`` 0 is greedy; ``top_p``, ``min_p`` and ``top_k`` 0 are off. ``shard_size`` conversations
+    go into one file. With ``regenerate`` the target writes given last responses anew; at ``temp`` 0 a response that is
     already its own costs one pass. Raises ``DFlashError`` for values out of range.
     """
 
@@ -42,6 +42,7 @@ class PrepareSettings:
     regenerate: bool = False
     chat: bool = True
     chat_template_config: dict[str, Any] = field(default_factory=dict)
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "batch_size", "shard_size"):
@@ -52,7 +53,13 @@ class PrepareSettings:
     @property
     def decoding(self) -> DecodeOptions:
         """How the target writes. Raises ``GenerationError`` for values out of range."""
-        return DecodeOptions(self.max_tokens, temp=self.temp, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
+        return DecodeOptions(
+            self.max_tokens, temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k, seed=self.seed
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a dataset's description; ``min_p`` only where it is on, as in older datasets."""
+        return {name: value for name, value in asdict(self).items() if name != "min_p" or value}
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:

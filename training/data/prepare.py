@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def _prepare(
         "target": target_fingerprint(target),
         "tokenizer": tokenizer_fingerprint(target),
         "conversations": {"count": len(conversations), "sha256": digest(conversations)},
-        "settings": asdict(settings),
+        "settings": settings.to_dict(),
         "sequences": {"count": len(plan.rows), "sha256": plan.digest()},
     }
     _start(folder, description)

@@ -205,8 +205,7 @@ def doctor(models: ModelOptions) -> None:
     dflash doctor --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16
     """
     from .. import bundled
-    from ..evaluation.doctor import machine_report, target_report
-    from ..evaluation.drafter_report import drafter_report
+    from ..evaluation.doctor import drafter_report, machine_report, target_report
 
     terminal.print_pairs(machine_report())
     loaded = ours = None

@@ -267,7 +267,7 @@ def test_doctor_says_from_which_acceptance_a_length_pays_and_which_one_is_best()
 
 def test_doctor_times_every_length_and_plain_steps_of_whole_pauses(pair):
     assert "what a block costs and brings" in invoke("doctor", *pair).stdout
-    policy = doctor._EachLength([1, 3])
+    policy = doctor.EachLength([1, 3])
     assert policy.sleep() == 4
 
 

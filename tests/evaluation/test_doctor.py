@@ -10,7 +10,7 @@ from dflash import load_drafter, save_drafter
 from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.dflash2 import DFlash2Config, DFlash2DraftModel
 from dflash.drafters.kinds import drafters
-from dflash.evaluation.drafter_report import MEANINGS, drafter_report
+from dflash.evaluation.doctor import MEANINGS, drafter_report
 
 
 def test_doctor_shows_kind_weights_and_the_meaning_of_every_key(tmp_path):

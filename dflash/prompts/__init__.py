@@ -1,1 +1,1 @@
-"""Requests: conversations from files and from the hub, their token ids, and caches kept between them."""
+"""Prompts: conversations from files and from the hub, their token ids, and caches kept between requests."""

@@ -1,10 +1,8 @@
-"""Conversations, read from JSONL or from a dataset on the hub: the one reader of every command.
+"""Conversations, read from a JSONL file or a dataset on the hub; every command reads them here.
 
-Knows what a line may look like. Must not know tokenizers, targets or what becomes of the conversations.
-
-A line is ``{"prompt": str}``, ``{"prompt": str, "response": str}`` (``"completion"`` too) or
-``{"messages": [{"role": str, "content": str}, ...]}``; mlx-lm's own forms are among them. Other keys are kept as
-they are. With a template such as ``"Question: {question}"`` a line's own keys make the prompt.
+A line is ``{"prompt": str}``, ``{"prompt": str, "response": str}`` (or ``"completion"``) or
+``{"messages": [{"role": str, "content": str}, ...]}``, which includes mlx-lm's forms. Other keys are kept unchanged.
+With a template such as ``"Question: {question}"`` the prompt is made from the line's keys.
 """
 
 import hashlib
@@ -15,8 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dflash.core.errors import DataError, install_extra, one_line
-from dflash.core.files import is_hub_name
+from ..core.errors import DataError, install_extra, one_line
+from ..core.files import is_hub_name
+from ..core.values import short
 
 _OURS = ("messages", "prompt", "response", "completion")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -25,10 +24,10 @@ _FORMS = '{"prompt": "..."}, {"prompt": "...", "response": "..."} or {"messages"
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, as chat templates take them; ``where`` they came from is for error messages only.
+    """Messages in order, as chat templates take them; ``where`` they came from is only for error messages.
 
-    ``extra`` holds the other keys of the line, such as the answer that a prompt expects; ``later`` is what the user
-    says after the answers, one turn after each.
+    ``extra`` holds the other keys of the line, such as the expected answer. ``later`` holds the user's further turns,
+    one after each answer.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -42,17 +41,17 @@ class Conversation:
         return self.messages[-1]["role"] == "assistant"
 
     def unanswered(self) -> "Conversation":
-        """The same without its last response."""
+        """The conversation without its last response."""
         last = max(i for i, message in enumerate(self.messages) if message["role"] != "assistant")
         return replace(self, messages=self.messages[: last + 1])
 
     def after(self, answer: str) -> "Conversation":
-        """The same with ``answer`` and the next of the ``later`` turns."""
-        said = {"role": "assistant", "content": answer}, {"role": "user", "content": self.later[0]}
-        return replace(self, messages=(*self.messages, *said), later=self.later[1:])
+        """The conversation continued with ``answer`` and the next of the ``later`` turns."""
+        turns = {"role": "assistant", "content": answer}, {"role": "user", "content": self.later[0]}
+        return replace(self, messages=(*self.messages, *turns), later=self.later[1:])
 
     def with_system(self, text: str) -> "Conversation":
-        """The same with ``text`` as its system prompt, unless it has one."""
+        """The conversation with ``text`` as its system prompt, unless it has one."""
         if self.messages[0]["role"] in ("system", "developer"):
             return self
         return replace(self, messages=({"role": "system", "content": text}, *self.messages))
@@ -89,10 +88,13 @@ def read_conversations(
 ) -> list[Conversation]:
     """Conversations of a JSONL file, or of a hub dataset ``org/name`` (the only case that uses the network).
 
-    A ``template`` makes the prompt from a line's keys, by ``str.format``: ``"Question: {question}"``. A ``limit``
-    reads only that many lines, the first. ``split`` (``"train"`` unless given) and ``subset`` choose a part of a hub
-    dataset, as in ``datasets.load_dataset``. ``turns`` names the key that holds the user's turns, a list of texts; the
-    first is the prompt. A :class:`~pathlib.Path` is always a file.
+    Args:
+        source: A file, or the name of a hub dataset. A :class:`~pathlib.Path` is always a file.
+        template: Makes the prompt from a line's keys with ``str.format``: ``"Question: {question}"``.
+        limit: Read only the first lines, at most this many.
+        split: Of a hub dataset, as in ``datasets.load_dataset``; by default ``"train"``.
+        subset: Of a hub dataset, as in ``datasets.load_dataset``.
+        turns: The key that holds the user's turns, a list of texts, of which the first is the prompt.
 
     Raises ``DataError``, naming the line.
     """
@@ -118,7 +120,7 @@ def read_conversations(
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every line that is not blank, after its place in the file."""
+    """The place and the value of every line that is not blank."""
     try:
         with path.open("rb") as file:  # str.splitlines would also split at U+2028, which JSON text may hold
             for number, line in enumerate(file, 1):
@@ -156,7 +158,7 @@ def _hub_rows(name: str, split: str, subset: str | None) -> Iterator[tuple[str, 
         ) from error
     try:
         rows = load_dataset(name, subset, split=split)
-    except Exception as error:  # the hub client raises many unrelated kinds
+    except Exception as error:  # the hub client raises many unrelated types
         raise DataError(f"Cannot load split {split!r} of the hub dataset {name!r}: {one_line(error)}") from error
     for number, row in enumerate(rows):
         yield f"{name} [{split}], row {number}", row
@@ -187,14 +189,14 @@ def conversation(row: Any, where: str, template: str | None = None, turns: str |
 
 def _with_turns(row: dict[str, Any], where: str, key: str) -> Conversation:
     if not isinstance(row.get(key), list) or not row[key]:
-        raise DataError(f"{where}: {key!r} must be a list of the user's turns, got {_short(row.get(key))}.")
+        raise DataError(f"{where}: {key!r} must be a list of the user's turns, got {short(row.get(key))}.")
     first, *later = _checked([{"role": "user", "content": turn} for turn in row[key]], where)
     extra = {name: value for name, value in row.items() if name not in (*_OURS, key)}
     return Conversation((first,), where, extra, tuple(message["content"] for message in later))
 
 
 def _exchange(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """A prompt and, if the line has one, its response."""
+    """The messages of a prompt and its response, if the line has one."""
     given = [row[name] for name in ("response", "completion") if name in row]
     if len(given) > 1:
         raise DataError(f"{where} has both 'response' and 'completion'; expected one of them.")
@@ -214,15 +216,15 @@ def _filled(template: str, row: dict[str, Any], where: str) -> str:
 
 def _checked(messages: Any, where: str) -> tuple[dict[str, str], ...]:
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: 'messages' must be a list of at least one message, got {_short(messages)}.")
+        raise DataError(f"{where}: 'messages' must be a list of at least one message, got {short(messages)}.")
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{where}: a message must have 'role' and 'content', got {_short(message)}.")
+            raise DataError(f"{where}: a message must have 'role' and 'content', got {short(message)}.")
         role, content = message["role"], message["content"]
         if role not in ROLES:
-            raise DataError(f"{where}: the role {_short(role)} is not known; expected one of {', '.join(ROLES)}.")
+            raise DataError(f"{where}: the role {short(role)} is not known; expected one of {', '.join(ROLES)}.")
         if not isinstance(content, str):
-            raise DataError(f"{where}: the text of the {role} must be a string, got {_short(content)}.")
+            raise DataError(f"{where}: the text of the {role} must be a string, got {short(content)}.")
         if role == "user" and not content.strip():
             raise DataError(f"{where}: the prompt is empty; expected some text.")
         if not _encodable(content):
@@ -241,8 +243,3 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,8 +1,7 @@
-"""A prompt that is read once: the caches of target and drafter, kept between requests, saved and loaded.
+"""Prompt caches: what target and drafter hold of a prompt, kept between requests, saved and loaded.
 
-The file is mlx-lm's (``mlx_lm.cache_prompt``, ``mlx_lm.models.cache.save_prompt_cache``): the target's caches, one a
-layer. Ours goes on with the tokens and the drafter's context, as caches too, which mlx-lm loads and does not use.
-Knows caches, token ids and this file. Must not know text, or how tokens are decoded.
+The file format is mlx-lm's (``mlx_lm.cache_prompt``, ``mlx_lm.models.cache.save_prompt_cache``): the target's caches,
+one per layer. Ours appends the tokens and the drafter's context, also as caches, which mlx-lm loads and ignores.
 """
 
 import json
@@ -35,19 +34,19 @@ logger = logging.getLogger(__name__)
 
 KEY = "dflash"
 UNKNOWN = 0
-"""The id that stands for each token of a file of mlx-lm's, which does not tell them."""
+"""The id given to each token of mlx-lm's files, which do not store them."""
 
 
 class PromptCache:
-    """What target and drafter hold of a beginning of the text, to continue it without reading it again.
+    """The caches of target and drafter for a prefix of the text, so that it need not be read again.
 
-    It never changes the text: a request's prompt is given whole, and what of it is held is not read again. After the
-    request the cache holds the prompt and the answer, so that the next turn of a conversation continues it. Where the
-    next prompt goes another way, the caches go back to where the two part; those that cannot (sliding windows that
-    have moved on, recurrent states) begin anew.
+    A prompt cache never changes the text. Each request gives its whole prompt, and the part that is cached is skipped.
+    After the request the cache holds the prompt and the answer, so the next turn of a conversation continues it. If the
+    next prompt differs, the caches rewind to the common prefix. Those that cannot (sliding windows that have moved on,
+    recurrent states) start again.
 
     Args:
-        target: The target, whose caches it holds.
+        target: The target.
         drafter: The drafter, bound to ``target``.
         cache_options: As in :meth:`~dflash.LoadedTargetModel.make_cache`.
     """
@@ -59,21 +58,21 @@ class PromptCache:
         self.draft_cache = drafter.make_cache()
 
     def check_models(self, target: LoadedTargetModel, drafter: Drafter) -> None:
-        """Raise ``IncompatibleModelsError`` unless these are the models that the cache is of."""
+        """Raise ``IncompatibleModelsError`` unless the cache belongs to these models."""
         if self.target.model is not target.model or self.drafter is not drafter:
             raise IncompatibleModelsError(
                 "The prompt cache belongs to another decoder; use make_prompt_cache or load_prompt_cache of this one."
             )
 
     def begin(self, prompt: list[int], quantization: Quantization | None = None) -> int:
-        """Hold what of ``prompt`` is held, but for its last token, and nothing else; returns how many tokens that are.
+        """Trim the caches to the longest prefix of ``prompt[:-1]`` that they hold; returns its length.
 
-        Until :meth:`end` the caches belong to the request. Raises ``GenerationError`` where they
-        are quantised otherwise than the request asks for.
+        Until :meth:`end` the caches belong to the request. Raises ``GenerationError`` if they are quantised differently
+        from what the request asks for.
         """
         self._check_quantization(quantization)
-        if self.target_cache.offset != len(self.tokens):  # a request ended with an error, or has not ended
-            self._renew()
+        if self.target_cache.offset != len(self.tokens):  # a request failed or has not ended
+            self._reset()
         pairs = zip(self.tokens, prompt[:-1], strict=False)
         most = min(len(self.tokens), len(prompt) - 1)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), most)
@@ -85,24 +84,24 @@ class PromptCache:
                 len(self.tokens),
                 kinds,
             )
-            self._renew()
+            self._reset()
         self.target_cache.quantization = quantization
-        held, self.tokens = len(self.tokens), []
-        return held
+        cached, self.tokens = len(self.tokens), []
+        return cached
 
     def end(self, tokens: list[int], wanted: int) -> None:
-        """Take the caches back: they hold a beginning of ``tokens``, of which ``wanted`` are part of the text.
+        """Take the caches back from a request: they hold a prefix of ``tokens``, of which ``wanted`` are in the text.
 
-        Where the others cannot be forgotten they stay, and the next prompt may have to be read anew.
+        The others are removed if the caches can rewind; if not, the next prompt may have to be read from the start.
         """
         self.tokens = tokens[: self.target_cache.offset]
         if self.target_cache.offset > len(tokens) or self.draft_cache.offset < len(self.tokens):
-            self._renew()
+            self._reset()
         elif len(self.tokens) > wanted:
             self._rewind(wanted)
 
     def _rewind(self, length: int) -> bool:
-        """Keep the first ``length`` tokens; whether that was possible."""
+        """Keep the first ``length`` tokens; returns whether that was possible."""
         try:
             self.target_cache.rewind(length)
         except (GenerationError, RuntimeError):
@@ -111,77 +110,75 @@ class PromptCache:
         if isinstance(self.draft_cache, ContextCache):
             self.draft_cache.rewind(length)
         elif not self.drafter.target_layer_ids:
-            self.draft_cache = _fed(self.drafter, self.tokens)
+            self.draft_cache = _rebuilt_cache(self.drafter, self.tokens)
         else:
             return False
         return True
 
-    def _renew(self) -> None:
+    def _reset(self) -> None:
         self.tokens = []
         self.target_cache = self.target.make_cache(**self._options)
         self.draft_cache = self.drafter.make_cache()
 
     def _check_quantization(self, asked: Quantization | None) -> None:
-        held = next((cache for cache in self.target_cache if isinstance(cache, QuantizedKVCache)), None)
-        if held is not None and asked is not None and (asked.bits, asked.group_size) != (held.bits, held.group_size):
+        own = next((cache for cache in self.target_cache if isinstance(cache, QuantizedKVCache)), None)
+        if own is not None and asked is not None and (asked.bits, asked.group_size) != (own.bits, own.group_size):
             raise GenerationError(
-                f"The prompt cache is quantised with kv_bits {held.bits} and kv_group_size {held.group_size}, "
+                f"The prompt cache is quantised with kv_bits {own.bits} and kv_group_size {own.group_size}, "
                 f"the request asks for {asked.bits} and {asked.group_size}; use the same ones."
             )
 
     def save(self, path: str | Path, metadata: dict[str, str] | None = None) -> None:
-        """Write the file ``path`` (``.safetensors``), whole or not at all; ``metadata`` as mlx-lm has it.
+        """Write the file ``path`` (``.safetensors``) atomically, with mlx-lm's ``metadata``.
 
-        Only a DFlash drafter's context is written; others read the tokens again, which takes no target. Raises
-        ``GenerationError`` if nothing is held, ``OSError`` if the file cannot be written.
+        Only a DFlash drafter's context is saved; other drafters rebuild theirs from the tokens, without the target.
+        Raises ``GenerationError`` if the cache is empty, ``OSError`` if the file cannot be written.
         """
         path = Path(path)
         if not self.tokens:
             raise GenerationError("The prompt cache is empty; generate or read a prompt with it before it is saved.")
         if path.suffix != ".safetensors":
             raise GenerationError(f"A prompt cache is a .safetensors file, got {path}.")
-        about = {"target": target_fingerprint(self.target)}
+        fingerprints = {"target": target_fingerprint(self.target)}
         caches = [_in_mlx_lm(cache) for cache in self.target_cache] + [_one_array(mx.array(self.tokens, mx.int32))]
         if isinstance(self.draft_cache, ContextCache) and isinstance(self.drafter, nn.Module):
-            about["drafter"] = model_fingerprint(self.drafter)
+            fingerprints["drafter"] = model_fingerprint(self.drafter)
             for layer in self.draft_cache.layers:
                 caches.append(
                     KVCache.from_state((*map(mx.contiguous, layer.state), layer.held)) if layer.held else KVCache()
                 )
-        told = {"model": "", "tokenizer_config": "{}"} | (metadata or {}) | {KEY: json.dumps(about)}
-        atomic_write(path, lambda file: save_prompt_cache(str(file), caches, told))
+        written = {"model": "", "tokenizer_config": "{}"} | (metadata or {}) | {KEY: json.dumps(fingerprints)}
+        atomic_write(path, lambda file: save_prompt_cache(str(file), caches, written))
 
     @classmethod
     def load(cls, path: str | Path, target: LoadedTargetModel, drafter: Drafter) -> "PromptCache":
-        """Read a file of :meth:`save` or of mlx-lm's.
+        """Read a file written by :meth:`save` or by mlx-lm.
 
-        mlx-lm's tells no tokens: each counts as token 0, and a request must go on from :attr:`tokens`. Without the
-        context of this very drafter in the file, the drafter sees only what comes after it, at its right positions.
+        mlx-lm's files do not store the tokens: each counts as token 0, and a request must continue :attr:`tokens`. If
+        the file has no context of this drafter, the drafter sees only later tokens, at their correct positions.
 
-        Raises ``GenerationError`` for a file that is no prompt cache and
-        ``IncompatibleModelsError`` for another model's.
+        Raises ``GenerationError`` for a file that is no prompt cache, ``IncompatibleModelsError`` for another model's.
         """
         try:
             caches, metadata = cast("tuple[list[Any], Any]", load_prompt_cache(str(path), return_metadata=True))
-        except Exception as error:  # MLX's and mlx-lm's, for a file that is missing, damaged or of another kind
+        except Exception as error:  # of many types, for a file that is missing, damaged or of another kind
             raise GenerationError(f"Cannot read the prompt cache {path}: {one_line(error)}") from error
-        about = json.loads(metadata.get(KEY, "{}")) if isinstance(metadata, dict) else {}
+        fingerprints = json.loads(metadata.get(KEY, "{}")) if isinstance(metadata, dict) else {}
         found = cls(target, drafter)
         number = len(found.target_cache)
-        if about and about.get("target") != target_fingerprint(target):
+        if fingerprints and fingerprints.get("target") != target_fingerprint(target):
             raise IncompatibleModelsError(f"The prompt cache {path} was made for another target.")
-        tokens = caches[number][0].tolist() if about else []
-        found.target_cache = _target_cache(target, caches[:number] if about else caches, len(tokens), path)
+        tokens = caches[number][0].tolist() if fingerprints else []
+        found.target_cache = _target_cache(target, caches[:number] if fingerprints else caches, len(tokens), path)
         found.tokens = tokens or [UNKNOWN] * found.target_cache.offset
-        same_drafter = isinstance(drafter, nn.Module) and about.get("drafter") == model_fingerprint(drafter)
-        found.draft_cache = _draft_cache(
-            drafter, caches[number + 1 :] if same_drafter else [], found.tokens, bool(about)
-        )
+        same_drafter = isinstance(drafter, nn.Module) and fingerprints.get("drafter") == model_fingerprint(drafter)
+        layers = caches[number + 1 :] if same_drafter else []
+        found.draft_cache = _draft_cache(drafter, layers, found.tokens, bool(fingerprints))
         return found
 
 
 def _in_mlx_lm(cache: Any) -> Any:
-    """A cache under the class that mlx-lm knows."""
+    """The cache as one of mlx-lm's classes."""
     return RotatingKVCache.from_state(cache.state) if isinstance(cache, KeptWindowCache) else cache
 
 
@@ -192,11 +189,11 @@ def _one_array(array: mx.array) -> ArraysCache:
 
 
 def _target_cache(target: LoadedTargetModel, loaded: list[Any], length: int, path: str | Path) -> TargetCache:
-    """The target's part of a file, if it is such a target's: its kinds of caches, and a pass that fits them."""
+    """The target's part of a file, checked against this target: the kinds of its caches, and a pass over them."""
     made = make_prompt_cache(target.model)
     bounded = not hasattr(target.model, "make_cache")
     kinds = []
-    for cache, own in zip(loaded, made, strict=False):  # their numbers are compared below
+    for cache, own in zip(loaded, made, strict=False):  # their counts are compared below
         if bounded and type(cache) is RotatingKVCache:
             cache = KeptWindowCache.from_state(cache.state)
         same = cache_name(cache) == cache_name(own)
@@ -209,15 +206,15 @@ def _target_cache(target: LoadedTargetModel, loaded: list[Any], length: int, pat
         raise GenerationError(f"The prompt cache {path} does not tell how many tokens it holds.")
     undo = caches.undo_point()
     try:
-        target.forward_hidden(mx.zeros((1, 1), mx.int32), caches, ())  # built, and never evaluated
-    except Exception as error:  # shapes that do not fit, as MLX reports them
+        target.forward_hidden(mx.zeros((1, 1), mx.int32), caches, ())  # built, never evaluated
+    except Exception as error:  # MLX's error for shapes that do not fit
         raise other from error
     undo()
     return caches
 
 
 def _draft_cache(drafter: Drafter, layers: list[Any], tokens: list[int], known: bool) -> Any:
-    """The drafter's context of ``tokens``: from the file's ``layers``, from the tokens, or nothing but its length."""
+    """The drafter's context of ``tokens``: from the file's ``layers``, from the tokens, or only its length."""
     cache = drafter.make_cache()
     if isinstance(cache, ContextCache):
         if len(layers) != len(cache.layers):
@@ -234,11 +231,11 @@ def _draft_cache(drafter: Drafter, layers: list[Any], tokens: list[int], known: 
         raise IncompatibleModelsError(
             f"A {type(drafter).__name__} needs the target's features of the whole prompt; it cannot start from a file."
         )
-    return _fed(drafter, tokens if known else [])
+    return _rebuilt_cache(drafter, tokens if known else [])
 
 
-def _fed(drafter: Drafter, tokens: list[int]) -> Any:
-    """The cache of a drafter that needs no features, fed again."""
+def _rebuilt_cache(drafter: Drafter, tokens: list[int]) -> Any:
+    """The cache of a drafter that needs no features, rebuilt from the tokens."""
     cache = drafter.make_cache()
     if tokens:
         drafter.extend_context(mx.zeros((1, len(tokens), 0)), cache, mx.array([tokens]))

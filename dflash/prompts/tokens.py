@@ -1,7 +1,4 @@
-"""From a prompt in its three forms, a text, messages or token ids, to the token ids that the target reads.
-
-Knows prompts, and the target's tokenizer and chat template. Must not know the options of decoding, drafters or blocks.
-"""
+"""From a prompt (a text, messages or token ids) to the token ids that the target reads."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,14 +29,13 @@ def prompt_tokens(
 
     Args:
         target: The target with its tokenizer, which token ids alone do not need.
-        prompt: A user's text, messages that end with the one to answer, or token ids, taken as they stand.
-        chat: ``False`` takes a text as it stands.
+        prompt: A user's text, messages that end with the one to answer, or token ids, which are used unchanged.
+        chat: ``False`` encodes a text without the chat template.
         system: The system prompt, put before the prompt.
         chat_template_config: Switches of the chat template, such as ``{"enable_thinking": False}``.
-        opening: End within the last message, rather than where its answer begins.
+        opening: End within the last message instead of where its answer begins.
 
-    Raises ``GenerationError`` for an empty or malformed prompt, and where an option needs a
-    chat template that is not used.
+    Raises ``GenerationError`` for an empty or malformed prompt, or if an option needs a chat template that is not used.
     """
     config = _checked_config(chat_template_config)
     if not isinstance(prompt, str) and not _is_messages(prompt):
@@ -63,7 +59,7 @@ def prompt_tokens(
                 tokens = target.adapter.chat_tokens(target.tokenizer, messages, **config)
             else:
                 tokens = target.tokenizer.encode(prompt)
-        except Exception as error:  # templates are programs of the target's makers
+        except Exception as error:  # a template is a program that comes with the target
             raise GenerationError(f"The target's tokenizer cannot take this prompt: {one_line(error)}") from error
     if not tokens:
         raise GenerationError(
@@ -79,11 +75,11 @@ def continuation_tokens(
     chat: bool = True,
     chat_template_config: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids that go on within a user's message that is cached: ``text``, and what the chat template puts after it.
+    """Token ids that continue a cached user message: ``text``, and what the chat template puts after it.
 
-    Tokens never join across the seam. Raises ``GenerationError`` as :func:`prompt_tokens`.
+    No token spans the end of the cached text. Raises ``GenerationError`` as :func:`prompt_tokens`.
     """
-    prompt_tokens(target, text, chat=chat, chat_template_config=chat_template_config)  # refuses what cannot be
+    prompt_tokens(target, text, chat=chat, chat_template_config=chat_template_config)  # raises those errors
     if not chat or not target.tokenizer.has_chat_template:
         return list(target.tokenizer.encode(text, add_special_tokens=False))
     messages = _checked_messages(text, None)
@@ -95,7 +91,7 @@ def continuation_tokens(
 
 
 def token_row(tokens: Sequence[int] | mx.array) -> list[int]:
-    """Token ids of one sequence, from ``[L]``, ``[1, L]`` or a list. Raises ``GenerationError`` for other forms."""
+    """Token ids of one sequence: ``[L]``, ``[1, L]`` or a list. Raises ``GenerationError`` for other forms."""
     expected = "Expected a text, a list of messages or token ids"
     if tokens is None or isinstance(tokens, bytes | bytearray | Mapping):
         raise GenerationError(f"{expected}, got {type(tokens).__name__}.")
@@ -115,7 +111,7 @@ def _is_messages(prompt: Any) -> bool:
 
 
 def _checked_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
-    """Messages of a text or of messages, after a system prompt if there is one."""
+    """The prompt as messages, with the system prompt first if there is one."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise GenerationError("The prompt is empty; expected text.")
@@ -143,7 +139,7 @@ def _checked_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
 
 
 def _check_text(what: str, text: Any) -> None:
-    """Half a surrogate pair stands for a byte that was not UTF-8 where the text came from."""
+    """Raise ``GenerationError`` for half a surrogate pair: it stands for a byte that was not UTF-8 in the source."""
     if isinstance(text, str):
         try:
             text.encode()
@@ -161,7 +157,7 @@ def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 @contextmanager
 def _quiet_about_length() -> Iterator[None]:
-    """Without transformers' warning about long prompts; a prompt that is too long is refused afterwards."""
+    """Silence transformers' warning about long prompts; a prompt that is too long is refused afterwards."""
     logger = logging.getLogger("transformers.tokenization_utils_base")
     disabled, logger.disabled = logger.disabled, True
     try:

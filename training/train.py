@@ -1,19 +1,18 @@
 """A run from its recipe to a finished drafter, for any target.
 
-Knows the order of the stages and where each leaves its files. Must not know how a stage works, the command
-line, or any one architecture. A run that was stopped at any moment continues when given again.
-
-The run folder holds ``recipe.json`` (the recipe, a fingerprint of its data), the drafter's ``config.json``,
-what :mod:`~dflash.training.loop.run_folder` says, and in the end ``drafter/`` in the published format.
+A run that was stopped at any moment continues when it is started again. Its folder holds ``recipe.json`` (the recipe
+and a fingerprint of its data), the drafter's ``config.json``, the files of :mod:`~dflash.training.loop.run_folder`
+and, at the end, ``drafter/`` in the published format.
 """
 
 import json
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from dflash.core.errors import TrainingError, one_line
 from dflash.core.files import exclusive_lock, read_json, remove_unfinished, write_json
 from dflash.core.progress import progress
 from dflash.drafters.kinds import config_of
-from dflash.drafters.protocol import Drafter
 from dflash.evaluation.acceptance import Acceptance, measure
 
 from ..core.settings import to_dict
@@ -77,12 +75,12 @@ _MAY_CHANGE = {
 def train(recipe: Recipe, on_log: OnLog | None = None, *, trust_remote_code: bool = False) -> Path:
     """Run a recipe, or what is left of it; returns the folder of the finished drafter.
 
-    ``on_log`` gets every line of the log as a dict; without it they are printed, unless logging shows them.
-    ``trust_remote_code`` is as in :func:`~dflash.load_target`: no recipe can set it.
+    ``on_log`` gets every line of the log as a dict; by default the lines are printed, unless logging shows them.
+    ``trust_remote_code`` is as in :func:`~dflash.load_target`; a recipe cannot set it.
 
-    Raises ``DFlashError`` for bad data, a run folder of another recipe or process or one that
-    cannot be written to, or a loss that blows up, ``OSError`` for a full disk, and ``KeyboardInterrupt`` after Ctrl-C,
-    once the step is saved.
+    Raises ``DFlashError`` for bad data, a loss that blows up, and a run folder that belongs to another recipe, is in
+    use or cannot be written to; ``OSError`` for a full disk; and, once the step is saved, ``KeyboardInterrupt`` after
+    Ctrl-C.
     """
     keep_freed_memory()
     wait_for_this_thread()
@@ -90,14 +88,14 @@ def train(recipe: Recipe, on_log: OnLog | None = None, *, trust_remote_code: boo
     if ranks.size > 1 and on_cpu():
         set_blas_threads(1)  # processes that share a machine would fight for its cores
     if not ranks.is_main:
-        logging.getLogger("dflash").setLevel(logging.WARNING)  # the first one tells it
+        logging.getLogger("dflash").setLevel(logging.WARNING)  # rank 0 says it all
     _check_before_loading(recipe, ranks)
     with _own(recipe.run.folder, "run.folder") if ranks.is_main else nullcontext():
-        return _train(recipe, ranks, on_log, trust_remote_code)
+        return _train(_Training.load(recipe, trust_remote_code), ranks, on_log)
 
 
 def _check_before_loading(recipe: Recipe, ranks: Ranks) -> None:
-    """Checks that need no target, so that a mistake fails before minutes of loading."""
+    """The checks that need no target, so that a mistake fails before minutes of loading."""
     read_manifest(recipe.data.folder)
     if recipe.data.cached_features is not None:
         require_features(recipe.data.cached_features)
@@ -121,7 +119,7 @@ def _recorded(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _own(folder: Path, key: str) -> Iterator[None]:
-    """Keep other processes out of the folder that the recipe names as ``key``; what wrote nothing leaves no folder."""
+    """Lock the folder that the recipe names as ``key``; a folder that nothing was written to is removed again."""
     with ExitStack() as stack:
         if not folder.exists():
             stack.callback(_remove_unused, folder)
@@ -134,52 +132,136 @@ def _own(folder: Path, key: str) -> Iterator[None]:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder with nothing but its lock: what was to be written there was refused."""
+    """Remove a folder that holds nothing but its lock."""
     if folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:
         (folder / ".lock").unlink()
         folder.rmdir()
 
 
-def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None, trust_remote_code: bool) -> Path:
-    target = load_target(recipe.target, trust_remote_code)
-    sequences = open_dataset(recipe.data.folder, "train", target)
-    batches = Batches(
-        sequences.first(recipe.data.sequences), recipe.data, recipe.run.epochs, at_least=_batches_needed(recipe)
-    )
-    settings = fit_settings(recipe, batches, target)
-    heldout = open_dataset(recipe.data.folder, "heldout", None)  # "train" was checked
-    prompts = list(ranks.shard(_prompts(recipe, heldout, target)))
-    drafter = new_drafter(recipe.drafter, target, sequences)
-    require_unused(drafter.config.mask_token_id, target, sequences, heldout)
-    batch = _with_features(recipe, batches, target, drafter, sequences)
-    if drafter.config.elastic_blocks:
-        batch = of_all_lengths(batch, drafter.block_size - 1, recipe.data.seed)
+@dataclass(frozen=True)
+class _Training:
+    """A recipe with everything that it names, loaded."""
 
-    folder = recipe.run.folder
-    identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(sequences)}
+    recipe: Recipe
+    target: LoadedTargetModel
+    sequences: Sequences
+    drafter: DFlashDraftModel
+    dtype: mx.Dtype
+
+    @classmethod
+    def load(cls, recipe: Recipe, trust_remote_code: bool) -> "_Training":
+        target = load_target(recipe.target, trust_remote_code)
+        sequences = open_dataset(recipe.data.folder, "train", target)
+        drafter = new_drafter(recipe.drafter, target, sequences)
+        return cls(recipe, target, sequences, drafter, drafter_dtype(target))
+
+    @cached_property
+    def heldout(self) -> Sequences:
+        """The other split; the target was checked when the first was opened."""
+        return open_dataset(self.recipe.data.folder, "heldout", None)
+
+    @property
+    def needs_target_logits(self) -> bool:
+        return self.recipe.objective.needs_target_logits or self.drafter.needs_target_logits
+
+    def features(self) -> dict[str, Any]:
+        """What a cache must hold for this run."""
+        layer_ids = self.drafter.target_layer_ids
+        return describe(self.recipe.data, self.sequences, self.target, layer_ids, self.needs_target_logits)
+
+    def batches(self) -> Batches:
+        """The batches of all steps, without features."""
+        data, run = self.recipe.data, self.recipe.run
+        needed = None if run.steps is None else run.steps * run.batches_per_step
+        return Batches(self.sequences.first(data.sequences), data, run.epochs, at_least=needed)
+
+    def with_features(self, batches: Batches) -> Callable[[int], Batch]:
+        """``batches`` with the target's features, computed or read from the disk."""
+        data, drafter = self.recipe.data, self.drafter
+        if data.cached_features is not None:
+            read = with_cached_features(batches, CachedFeatures(data.cached_features, self.features()))
+        else:
+            read = with_target_pass(batches, self.target, drafter.target_layer_ids, self.needs_target_logits)
+        return of_all_lengths(read, drafter.block_size - 1, data.seed) if drafter.config.elastic_blocks else read
+
+    def loss(self, model: Any, batch: Batch) -> mx.array:
+        """The loss of one batch."""
+        recipe, head, dtype = self.recipe, self.drafter.target_head, drafter_dtype(self.target)
+        return drafter_loss(
+            model, batch, recipe.objective, head, dtype=dtype, grad_checkpoint=recipe.run.grad_checkpoint
+        )
+
+    def prompts(self) -> list[list[int]]:
+        """The held-out prompts that an evaluation decodes."""
+        tokens, most = self.recipe.run.evaluate_tokens, self.target.max_length
+        if most is not None and tokens >= most:
+            raise TrainingError(
+                f"run.evaluate_tokens {tokens} leaves no room for a prompt: the target takes {most} tokens in all. "
+                "Lower run.evaluate_tokens."
+            )
+        longest = None if most is None else most - tokens
+        return heldout_prompts(self.heldout, self.recipe.run.evaluate_prompts, longest)
+
+    def evaluation(self, prompts: Sequence[list[int]], ranks: Ranks) -> Callable[[], dict[str, Any]]:
+        """Evaluate on all ranks: decode ``prompts``, this rank's, and score as many held-out sequences."""
+        recipe, target, drafter = self.recipe, self.target, self.drafter
+        first = self.heldout.first(recipe.run.evaluate_prompts)
+        layer_ids, with_hidden = drafter.target_layer_ids, self.needs_target_logits
+        batches = ranks.shard(heldout_batches(first, recipe.data, target, layer_ids, with_hidden))
+
+        def evaluate() -> dict[str, Any]:
+            bar = progress(prompts, "evaluate", show=ranks.is_main)
+            own = measure(target, drafter, bar, recipe.run.evaluate_tokens)
+            counts = [len(prompts), own.blocks, own.committed, *own.verified, *own.accepted]
+            decoded, blocks, committed, *by_position = ranks.all_reduce_sum(np.array(counts))
+            acceptance = Acceptance(int(blocks), int(committed), *np.split(np.array(by_position), 2))
+            mine = heldout_scores(drafter, batches, recipe.objective, drafter.target_head, self.dtype)
+            predicted = np.stack([mine.predictions, *mine.hits.values()])
+            sums = ranks.all_reduce_sum(np.array([mine.loss, mine.weight, *predicted.flat]))
+            predictions, *hits = sums[2:].reshape(predicted.shape)
+            scores = Scores(float(sums[0]), float(sums[1]), predictions, dict(zip(mine.hits, hits, strict=True)))
+            return acceptance.results() | {"prompts": int(decoded)} | scores.results()
+
+        return evaluate
+
+    def log_evaluation_time(self, prompts: Sequence[list[int]]) -> None:
+        """Log how long an evaluation takes at most: one pass per token, as if no draft were accepted."""
+        tokens = self.recipe.run.evaluate_tokens
+        if not prompts or tokens < 4:
+            return
+        begin = time.perf_counter()
+        blocks = measure(self.target, self.drafter, prompts[:1], 4).blocks
+        seconds = (time.perf_counter() - begin) / (blocks + 1) * len(prompts) * tokens
+        logger.info(
+            "An evaluation decodes %d prompts of up to %d tokens: at most about %s, less as the drafter improves.",
+            *(len(prompts), tokens, duration(seconds)),
+        )
+
+
+def _train(training: _Training, ranks: Ranks, on_log: OnLog | None) -> Path:
+    recipe, drafter, folder = training.recipe, training.drafter, training.recipe.run.folder
+    batches = training.batches()
+    settings = fit_settings(recipe, batches, training.target)
+    prompts = ranks.shard(training.prompts())
+    require_unused(drafter.config.mask_token_id, training.target, training.sequences, training.heldout)
+    batch = training.with_features(batches)
+
+    identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(training.sequences)}
     ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
     _announce(settings, batches, ranks)
-
-    dtype = drafter_dtype(target)
-
-    def loss(model: Any, batch: Batch) -> mx.array:
-        checkpointed = recipe.run.grad_checkpoint
-        head = drafter.target_head
-        return drafter_loss(model, batch, recipe.objective, head, dtype=dtype, grad_checkpoint=checkpointed)
-
     listening: list[OnLog] = []
     if ranks.is_main:
-        _begin(folder, identity, settings, config_of(drafter), drafter.token_ids)
+        _begin(folder, identity, settings, drafter)
         listening = listeners(recipe.run.callbacks, RunInfo(folder, identity["recipe"]), on_log)
         if not (folder / STATE).exists():
-            _tell_evaluation_time(target, drafter, prompts, recipe)
+            training.log_evaluation_time(prompts)
     fit(
         drafter,
         batch,
-        loss,
+        training.loss,
         settings,
         folder,
-        _evaluation(recipe, target, drafter, prompts, heldout, ranks),
+        training.evaluation(prompts, ranks),
         score="acceptance_length",
         name_batch=batches.name,
         ranks=ranks,
@@ -194,7 +276,7 @@ def _train(recipe: Recipe, ranks: Ranks, on_log: OnLog | None, trust_remote_code
 
 
 def _announce(settings: FitSettings, batches: Batches, ranks: Ranks) -> None:
-    """Say what the run consists of, and what is unlikely to be meant."""
+    """Log what the run consists of, and warn of settings that are probably a mistake."""
     if warning := settings.optimizer.warning(settings.steps):
         logger.warning("%s", warning)
     logger.info(
@@ -207,57 +289,25 @@ def _announce(settings: FitSettings, batches: Batches, ranks: Ranks) -> None:
     )
 
 
-def _begin(
-    folder: Path, identity: dict[str, Any], settings: FitSettings, config: dict[str, Any], token_ids: mx.array | None
-) -> None:
-    """Make ``folder`` this run's: refuse another run's, remove what killed processes left, write what a drafter needs.
+def _begin(folder: Path, identity: dict[str, Any], settings: FitSettings, drafter: DFlashDraftModel) -> None:
+    """Make ``folder`` this run's: refuse another run's, remove unfinished files, write the drafter's config.
 
-    That is its config and, if it knows a part of the vocabulary, the tables of its ``token_ids``.
+    A drafter of a part of the vocabulary also gets the table of its tokens.
     """
     for name in (CONFIG, VOCABULARY, STATE, BEFORE_DECAY, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
         remove_unfinished(folder / name)
     if (folder / RECIPE).exists():
         require_same(folder, _recorded(folder), identity, _MAY_CHANGE)
-        checkpoint_to_continue(folder, settings)  # or a run that cannot become this long would be recorded as if it had
+        checkpoint_to_continue(folder, settings)  # or a length that the run cannot have would be recorded
         write_json(folder / RECIPE, identity)
     check_same_run(folder / RECIPE, identity)
-    write_json(folder / CONFIG, config)
-    if token_ids is not None:
-        write_vocabulary(folder, token_ids, config["vocab_size"])
-
-
-def _tell_evaluation_time(
-    target: LoadedTargetModel, drafter: Drafter, prompts: list[list[int]], recipe: Recipe
-) -> None:
-    """Log how long an evaluation takes at most: a pass for every token, as with a drafter that is never right."""
-    if not prompts or recipe.run.evaluate_tokens < 4:
-        return
-    begin = time.perf_counter()
-    blocks = measure(target, drafter, prompts[:1], 4).blocks
-    seconds = (time.perf_counter() - begin) / (blocks + 1) * len(prompts) * recipe.run.evaluate_tokens
-    logger.info(
-        "An evaluation decodes %d prompts of up to %d tokens: at most about %s, less as the drafter improves.",
-        *(len(prompts), recipe.run.evaluate_tokens, duration(seconds)),
-    )
-
-
-def _with_features(
-    recipe: Recipe,
-    batches: Batches,
-    target: LoadedTargetModel,
-    drafter: DFlashDraftModel,
-    sequences: Sequences,
-) -> Callable[[int], Batch]:
-    """Batches with the target's features, computed or read from the disk."""
-    layer_ids, with_hidden = drafter.target_layer_ids, _needs_target_logits(recipe, drafter)
-    if recipe.data.cached_features is None:
-        return with_target_pass(batches, target, layer_ids, with_hidden)
-    wanted = describe(recipe.data, sequences, target, layer_ids, with_hidden)
-    return with_cached_features(batches, CachedFeatures(recipe.data.cached_features, wanted))
+    write_json(folder / CONFIG, config_of(drafter))
+    if drafter.token_ids is not None:
+        write_vocabulary(folder, drafter.token_ids, drafter.config.vocab_size)
 
 
 def of_all_lengths(batches: Callable[[int], Batch], most: int, seed: int) -> Callable[[int], Batch]:
-    """``batches`` whose blocks hold 1 to ``most`` drafts, the same number in a batch, each as likely."""
+    """``batches`` whose blocks hold 1 to ``most`` drafts: one uniformly sampled number for each batch."""
 
     def batch(number: int) -> Batch:
         drafts = int(np.random.default_rng([seed, number, most]).integers(1, most, endpoint=True))
@@ -271,36 +321,24 @@ def cache_features(recipe: Recipe, *, trust_remote_code: bool = False) -> Path:
 
     ``trust_remote_code`` is as in :func:`train`.
 
-    Raises ``DFlashError`` if the recipe names no folder or one that cannot be written to, for bad
-    data, for a folder of other features or that another process is writing to, and for a disk without room.
+    Raises ``DFlashError`` for bad data, a disk without room, and if the recipe names no folder or one that holds other
+    features, is in use or cannot be written to.
     """
     folder = recipe.data.cached_features
     if folder is None:
         raise TrainingError("The recipe does not say where the features go: set data.cached_features to a folder.")
     keep_freed_memory()
-    target = load_target(recipe.target, trust_remote_code)
-    sequences = open_dataset(recipe.data.folder, "train", target)
-    drafter = new_drafter(recipe.drafter, target, sequences)
-    with_hidden = _needs_target_logits(recipe, drafter)
-    wanted = describe(recipe.data, sequences, target, drafter.target_layer_ids, with_hidden)
+    training = _Training.load(recipe, trust_remote_code)
+    wanted = training.features()
     with _own(folder, "data.cached_features"):
-        write_features(folder, recipe.data, sequences, target, wanted)
+        write_features(folder, recipe.data, training.sequences, training.target, wanted)
     return folder
 
 
-def _needs_target_logits(recipe: Recipe, drafter: DFlashDraftModel) -> bool:
-    return recipe.objective.needs_target_logits or drafter.needs_target_logits
-
-
-def _batches_needed(recipe: Recipe) -> int | None:
-    return None if recipe.run.steps is None else recipe.run.steps * recipe.run.batches_per_step
-
-
 def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel) -> FitSettings:
-    """The loop's settings; epochs become steps, of which the last may lack a few batches and is left out.
+    """The loop's settings, with epochs converted to whole steps.
 
-    Raises ``TrainingError`` if there are fewer batches than one step takes, or the target's
-    head cannot run in several threads.
+    Raises ``TrainingError`` if the batches do not make one step, or the target's head cannot run in several threads.
     """
     run = recipe.run
     steps = run.steps if run.steps is not None else len(batches) // run.batches_per_step
@@ -316,49 +354,6 @@ def fit_settings(recipe: Recipe, batches: Batches, target: LoadedTargetModel) ->
 
 
 def drafter_dtype(target: LoadedTargetModel) -> mx.Dtype:
-    """What a new drafter computes in: bfloat16 beside a target that does, else float32 (float16 has too few exponents).
-
-    A CPU loads every target as float32.
-    """
+    """What a new drafter computes in: bfloat16 if the target does, otherwise float32 (float16 overflows too easily)."""
     dtype = target.embed(mx.zeros((1, 1), mx.int32)).dtype
     return dtype if dtype == mx.bfloat16 else mx.float32
-
-
-def _prompts(recipe: Recipe, heldout: Sequences, target: LoadedTargetModel) -> list[list[int]]:
-    tokens = recipe.run.evaluate_tokens
-    if target.max_length is not None and tokens >= target.max_length:
-        raise TrainingError(
-            f"run.evaluate_tokens {tokens} leaves no room for a prompt: the target takes {target.max_length} tokens in "
-            "all. Lower run.evaluate_tokens."
-        )
-    longest = None if target.max_length is None else target.max_length - tokens
-    return heldout_prompts(heldout, recipe.run.evaluate_prompts, longest)
-
-
-def _evaluation(
-    recipe: Recipe,
-    target: LoadedTargetModel,
-    drafter: DFlashDraftModel,
-    prompts: list[list[int]],
-    heldout: Sequences,
-    ranks: Ranks,
-) -> Callable[[], dict[str, Any]]:
-    """All ranks' evaluation: decode the prompts, and score as many heldout sequences without decoding."""
-    first = heldout.select(np.arange(len(heldout)) < recipe.run.evaluate_prompts)
-    with_hidden, dtype = _needs_target_logits(recipe, drafter), drafter_dtype(target)
-    batches = ranks.shard(heldout_batches(first, recipe.data, target, drafter.target_layer_ids, with_hidden))
-
-    def evaluate() -> dict[str, Any]:
-        bar = progress(prompts, "evaluate", show=ranks.is_main)
-        own = measure(target, drafter, bar, recipe.run.evaluate_tokens)
-        counts = [len(prompts), own.blocks, own.committed, *own.verified, *own.accepted]
-        decoded, blocks, committed, *by_position = ranks.all_reduce_sum(np.array(counts))
-        acceptance = Acceptance(int(blocks), int(committed), *np.split(np.array(by_position), 2))
-        mine = heldout_scores(drafter, batches, recipe.objective, drafter.target_head, dtype)
-        predicted = np.stack([mine.predictions, *mine.hits.values()])
-        sums = ranks.all_reduce_sum(np.array([mine.loss, mine.weight, *predicted.flat]))
-        predictions, *hits = sums[2:].reshape(predicted.shape)
-        scores = Scores(float(sums[0]), float(sums[1]), predictions, dict(zip(mine.hits, hits, strict=True)))
-        return acceptance.results() | {"prompts": int(decoded)} | scores.results()
-
-    return evaluate

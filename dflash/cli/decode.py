@@ -171,10 +171,9 @@ def demo(
     else:
         requests = [b.BenchPrompt(text, PromptFormat().tokens(text, loaded))]
     sides = d.demo_sides(decoder, requests)
-    request = d.choose_request(sides, requests) if text is None else requests[0]
+    request = d.choose_request(sides[b.PLAIN], requests) if text is None else requests[0]
     print(f"Request: {request.text}")
-    d.stream_once(sides, request, lambda name: print(f"\n\n--- {name}\n", flush=True), terminal.show)
-    result = d.measure(sides, request)
+    result = d.run_demo(decoder, sides, request, lambda name: print(f"\n\n--- {name}\n", flush=True), terminal.show)
     verdicts = b.judge([result], loading.score_answers)[0]
     _print_demo(result, verdicts)
     if decoder.threads.count is not None:

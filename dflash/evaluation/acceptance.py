@@ -88,13 +88,16 @@ def measure(
     prompts: Iterable[list[int]],
     max_tokens: int,
     temperature: float = 0.0,
+    block_size: int | None = None,
     **options: Any,
 ) -> Acceptance:
     """Decode an answer of up to ``max_tokens`` tokens to each prompt and count what was accepted.
 
-    ``options`` go to :meth:`~dflash.DFlashSpeculativeDecoder.stream_generate`.
+    Blocks have ``block_size`` positions, by default as many as the drafter has. ``options`` go to
+    :meth:`~dflash.DFlashSpeculativeDecoder.stream_generate`.
     """
-    return total(measure_each(target, drafter, prompts, max_tokens, temperature, **options), drafter.block_size)
+    each = measure_each(target, drafter, prompts, max_tokens, temperature, block_size, **options)
+    return total(each, block_size or drafter.block_size)
 
 
 def measure_each(

@@ -1,8 +1,4 @@
-"""The models that ship with the package, and how each is found: by what a model is, not by its name.
-
-Knows their folders, the index of drafters, and what a drafter's config says of its target. Must not know how a drafter
-is made, loaded or used.
-"""
+"""The models that ship with the package, found by what a target is, not by its name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +18,8 @@ REAL = Path(__file__).parent / "real"
 HELDOUT = "heldout.jsonl"
 
 INDEX = REAL / "drafters.json"
-"""Of each target's :func:`~dflash.target.identity.norm_fingerprint`: its ``name``, and its drafter's ``folder`` as
-seen from the index. Written by ``.ci/publish.py``."""
+"""For each target's :func:`~dflash.target.identity.norm_fingerprint` its ``name``, and its drafter's ``folder``
+relative to the index. Written by ``.ci/publish.py``."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class BundledDrafter:
 
 
 def find_drafter(target: LoadedTargetModel) -> BundledDrafter | None:
-    """The drafter that was made for ``target``, at whatever precision it was loaded; ``None`` where there is none.
+    """The drafter that was made for ``target``, whatever precision it was loaded at; ``None`` if there is none.
 
     Raises ``CheckpointError`` for a damaged index.
     """
@@ -45,7 +41,7 @@ def find_drafter(target: LoadedTargetModel) -> BundledDrafter | None:
 
 
 def heldout_for(target: LoadedTargetModel) -> Path:
-    """A file of requests to ``target``: heldout ones of its bundled drafter, or to any chat model (JSONL)."""
+    """A file of requests to ``target``: held-out ones of its bundled drafter, or to any chat model (JSONL)."""
     found = find_drafter(target)
     return REAL / HELDOUT if found is None else found.folder.parent / HELDOUT
 
@@ -53,7 +49,7 @@ def heldout_for(target: LoadedTargetModel) -> Path:
 def drafter_folder(target: LoadedTargetModel) -> Path:
     """The folder of the drafter that was made for ``target``.
 
-    Raises ``IncompatibleModelsError`` where the package has none.
+    Raises ``IncompatibleModelsError`` if the package has none.
     """
     found = find_drafter(target)
     if found is None:
@@ -66,16 +62,15 @@ def drafter_folder(target: LoadedTargetModel) -> Path:
 
 
 def target_for(drafter: str | Path) -> LoadedTargetModel:
-    """The bundled target, for a ``drafter`` that was trained for it, as its config says, or that needs no training.
+    """The bundled target, for a ``drafter`` whose config says that it was trained for it, or that needs no training.
 
-    Raises ``CheckpointError`` if there is no such folder, and
-    ``IncompatibleModelsError`` for any other drafter.
+    Raises ``CheckpointError`` if there is no such folder, and ``IncompatibleModelsError`` for any other drafter.
     """
     name = str(drafter).removeprefix(COMBINED)
     if name == NGRAM:
         return load_target(BUNDLED)
     if is_hub_name(name) and not Path(name).exists():
-        raise CheckpointError(f"There is no folder {name!r}; beside a drafter of the hub, give its target too.")
+        raise CheckpointError(f"There is no folder {name!r}; with a drafter of the hub, give its target too.")
     trained_for = None if name == MTP else read_json(resolve_checkpoint(name) / "config.json").get("target_fingerprint")
     target = load_target(BUNDLED)
     if trained_for != target_fingerprint(target):

@@ -1,7 +1,5 @@
 """Device, dtype and BLAS choices, all in one place.
 
-Knows what MLX runs on and what that device computes in fast. Must not know any model.
-
 Importing this module must come before the first ``import mlx.core`` of the process: MLX's CPU wheel for
 Linux bundles the reference BLAS, and a faster one takes its place only if its symbols are loaded first.
 """
@@ -60,9 +58,9 @@ def preload_blas() -> str:
 
 
 def wait_for_this_thread() -> None:
-    """Call it in a thread that is going to use MLX: the process then gives it time to end before it exits itself.
+    """Call this in a thread that will use MLX: the process then gives the thread time to end before it exits.
 
-    Without, MLX 0.32 often aborts the process at its exit ("terminate called without an active exception"), because
+    Otherwise MLX 0.32 often aborts the process at its exit ("terminate called without an active exception"), because
     a thread's own state, such as that of random numbers, is destroyed after Python has joined the thread.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -96,8 +94,8 @@ def on_cpu() -> bool:
 def begins_early() -> bool:
     """Whether a graph goes to the device in parts while it is built: to a CPU, if BLAS leaves the host a core.
 
-    A GPU takes a graph as a whole, and so does a CPU whose cores all multiply matrices: there, the host would only
-    take one of them away.
+    A GPU takes a graph as a whole. On a CPU whose cores all multiply matrices, the host would only take one of them
+    away.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return on_cpu() and (blas_threads() or 1) < cores
@@ -114,8 +112,7 @@ def begin_early(*arrays: "mx.array") -> None:
 def compute_dtype(stored: "mx.Dtype") -> "mx.Dtype":
     """The dtype in which weights stored as ``stored`` are computed with on the default device.
 
-    MLX's CPU matrix products are 30 times slower in half precision than in float32; GPUs keep the
-    stored dtype.
+    MLX's CPU matrix products are far slower in half precision than in float32; GPUs keep the stored dtype.
     """
     import mlx.core as mx
 
@@ -133,8 +130,8 @@ def to_compute_dtype(model: "nn.Module") -> None:
 def keep_freed_memory() -> bool:
     """Make malloc reuse large blocks instead of unmapping them; returns whether this system has the switch.
 
-    glibc hands large freed blocks back to the system, so every new array of some megabytes pays a page
-    fault for each 4 kB: measured here, element-wise operations ran 1.2 to 7 times slower for it.
+    glibc returns large freed blocks to the system, so every new array of some megabytes pays a page fault for each
+    4 kB, which can cost more than an element-wise operation itself.
     """
     if platform.system() != "Linux":
         return False
@@ -150,7 +147,7 @@ def keep_freed_memory() -> bool:
 def set_blas_threads(count: int) -> bool:
     """Threads of one matrix product, for MKL or OpenBLAS if either is loaded; returns whether it is.
 
-    The setting is the process's own: MLX computes on a thread of its stream's, which follows it at the next product.
+    The setting is global to the process: MLX computes on its stream's thread, which follows at the next product.
     """
     function = _blas_function("MKL_Set_Num_Threads", "openblas_set_num_threads")
     if function is not None:

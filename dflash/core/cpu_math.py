@@ -1,15 +1,12 @@
-"""Softmax, gated activations and cross-entropy that are quick on a CPU, forward and backward.
+"""Softmax, the gated activation and cross-entropy, fast on a CPU, forward and backward.
 
-Knows numerical analysis only. Must not know models or data.
-
-MLX's CPU `exp` and `sigmoid` cost 10 ns an element and more (one scalar libm call each): together as much of a training
-step as its matrix products. Polynomials in plain multiplications and additions are vectorised by the compiler and cost
-1 to 2 ns. On other devices MLX's own operations are used.
+MLX's CPU ``exp`` and ``sigmoid`` call libm once per element, which costs a training step about as much as its matrix
+products, and a draft the probabilities of a large vocabulary. The compiler vectorises polynomials in plain
+multiplications and additions. Other devices use MLX's own operations.
 
 Shapes: T tokens, V vocabulary.
 """
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
@@ -25,16 +22,16 @@ _EXP = (
     9.99999999e-01, 9.99999912e-01, 4.99998448e-01, 1.66655131e-01,
     4.16225961e-02, 8.23909186e-03, 1.27376380e-03, 1.21231625e-04,
 )  # fmt: skip
-_EXP_FLOOR = -32.0  # exp(-32) is 1e-14: nothing beside a largest term of 1
+_EXP_FLOOR = -32.0  # exp(-32) is 1e-14: negligible next to a largest term of 1
 
 _SHAPES = 512
-"""Compiled functions that a thread keeps, each for arrays of one size: training sees thousands of sizes."""
+"""Most compiled functions that a thread keeps, each for one size of arrays: training sees thousands of sizes."""
 
 
 class _Compiled(threading.local):
-    """`mx.compile`, once a thread, for a compiled function keeps its thread's stream, and once a size of arrays.
+    """`mx.compile`, once per thread, because a compiled function keeps its thread's stream, and per size of arrays.
 
-    One trace for all sizes (`shapeless`) takes half as long again: its constants are arrays.
+    One trace for all sizes (`shapeless`) is slower: its constants are arrays.
     """
 
     def __init__(self) -> None:
@@ -45,7 +42,7 @@ _thread = _Compiled()
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An element-wise function of arrays that are alike in shape, compiled."""
+    """Compile an element-wise function of arrays of one shape."""
 
     @wraps(function)
     def call(*arrays: mx.array) -> Any:
@@ -132,42 +129,6 @@ def _swiglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, output:
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """``silu(gate) * up``."""
     return _array(_swiglu(gate, up)) if on_cpu() else nn.silu(gate) * up
-
-
-_GELU_SLOPE, _GELU_CUBIC = 2 * (2 / math.pi) ** 0.5, 0.044715
-
-
-def _gelu_gate(x: mx.array, square: mx.array) -> mx.array:
-    return sigmoid(_GELU_SLOPE * x * (1 + _GELU_CUBIC * square))
-
-
-@_compiled
-def _geglu_values(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * _gelu_gate(gate, gate * gate) * up
-
-
-@mx.custom_function
-def _geglu(gate: mx.array, up: mx.array) -> mx.array:
-    return _geglu_values(gate, up)
-
-
-@_compiled
-def _geglu_gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
-    square = gate * gate
-    gated = _gelu_gate(gate, square)
-    gelu = gate * gated
-    slope = gated + gelu * (1 - gated) * _GELU_SLOPE * (1 + 3 * _GELU_CUBIC * square)
-    return cotangent * up * slope, cotangent * gelu
-
-
-@_geglu.vjp
-def _geglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    return _geglu_gradients(*primals, cotangent)
-
-
-def geglu(gate: mx.array, up: mx.array) -> mx.array:
-    """``gelu(gate) * up`` with the tanh form of GELU, as in Gemma."""
-    return _array(_geglu(gate, up)) if on_cpu() else nn.gelu_approx(gate) * up
 
 
 @mx.custom_function

@@ -1,7 +1,4 @@
-"""The errors that users see. Every message says what was wrong, what was expected and what to do.
-
-Knows names and one-line messages. Must not know what any part of the package does.
-"""
+"""The errors that users see. Every message says what was wrong, what was expected and what to do."""
 
 import difflib
 from collections.abc import Iterable
@@ -32,7 +29,7 @@ class DataError(DFlashError):
 
 
 class TrainingError(DFlashError):
-    """Training cannot start or go on: unusable data, a loss that blew up, another recipe's run, a lost rank."""
+    """Training cannot start or continue: unusable data, a loss that diverged, another recipe's run, a lost rank."""
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
@@ -42,12 +39,12 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def install_extra(name: str) -> str:
-    """How to get the packages of an extra, as the end of a sentence; the package itself is on no index."""
+    """How to install the packages of an extra, as the end of a sentence; the package itself is on no index."""
     return f"install the extra {name!r} (from the clone: pip install '.[{name}]')"
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """How to mend an unknown name: the nearest of the known ones, or all of them."""
+    """How to correct an unknown name: the nearest of the known ones, or all of them."""
     names = [str(k) for k in known]
     near = difflib.get_close_matches(str(name), names, n=1)
     if near:

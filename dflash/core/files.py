@@ -1,7 +1,4 @@
-"""Folders and files: checkpoints found or downloaded, JSON and safetensors read, files written whole or not at all.
-
-Knows paths, the hub and the safetensors format. Must not know what the tensors mean.
-"""
+"""Folders and files: find or download checkpoints, read JSON and safetensors, write files whole or not at all."""
 
 import json
 import os
@@ -50,7 +47,7 @@ def resolve_checkpoint(path_or_hub_name: str | Path) -> Path:
 
 
 def _hub_reason(error: Exception) -> str:
-    """Why the hub gave nothing; its own words for these two are a paragraph."""
+    """Why the hub gave nothing; its own messages for these two errors are a paragraph each."""
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError):
@@ -87,7 +84,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def read_safetensors(folder: Path) -> dict[str, mx.array]:
     """All tensors of a checkpoint; pickled weights are never read.
 
-    Read are the files that ``model.safetensors.index.json`` lists, or without one every ``*.safetensors`` file.
+    Reads the files that ``model.safetensors.index.json`` lists, or without an index every ``*.safetensors`` file.
     Raises ``CheckpointError`` if one is missing or damaged, or two files hold the same tensor.
     """
     tensors: dict[str, mx.array] = {}
@@ -116,7 +113,7 @@ def read_safetensors(folder: Path) -> dict[str, mx.array]:
 
 
 INDEX = "model.safetensors.index.json"
-"""Lists the file of each tensor where a checkpoint is spread over several."""
+"""Lists the file of each tensor where a checkpoint has several files."""
 
 
 def _indexed(folder: Path) -> dict[str, str]:
@@ -143,11 +140,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` against other processes that ask for it. The system releases the lock of a killed process.
+    """Lock ``folder`` against other processes that lock it. The system releases the lock of a killed process.
 
-    (On a disk without such locks a killed process leaves the file ``.lock``, which must be removed by hand.)
-    Raises ``DFlashError`` if another process holds the folder, ``OSError`` if it cannot be
-    written to.
+    (On a disk without such locks a killed process leaves the file ``.lock``, which must be removed by hand.) Raises
+    ``DFlashError`` if another process holds the lock, ``OSError`` if the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
@@ -162,10 +158,10 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
 
 
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` on a temporary file beside ``path``, then rename: the file is whole or not there.
+    """Call ``write`` on a temporary file next to ``path``, then rename it: the file is whole or not there.
 
-    The temporary name keeps the suffix of ``path`` (MLX picks a format by it). Raises ``OSError`` with the reason,
-    and where the disk may be full with the room that is left on it.
+    The temporary name keeps the suffix of ``path`` (MLX picks a format by it). Raises ``OSError`` with the reason, and
+    with the free space if the disk may be full.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +183,7 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what processes that were killed inside :func:`atomic_write` left beside ``path``."""
+    """Remove what processes that were killed inside :func:`atomic_write` left next to ``path``."""
     for leftover in path.parent.glob(f".{path.stem}-????????{path.suffix}"):
         leftover.unlink(missing_ok=True)
 

@@ -1,7 +1,4 @@
-"""Progress: a bar on a terminal and in notebooks, now and then a line in a log file.
-
-Knows tqdm. Must not know what is counted.
-"""
+"""Progress: a bar on a terminal and in notebooks, a line now and then in a log file."""
 
 import logging
 import sys
@@ -22,10 +19,10 @@ SECONDS_BETWEEN_LINES = 30.0
 def progress(
     items: Iterable[T], what: str, total: int | None = None, *, show: bool = True, done: int = 0
 ) -> Iterator[T]:
-    """``items``, counted from ``done`` on: a bar named ``what`` where one can be drawn, else log lines.
+    """Yield ``items``, counting from ``done``: with a bar named ``what`` where one can be drawn, else with log lines.
 
-    Lines come at level INFO, one every :data:`SECONDS_BETWEEN_LINES` seconds whether an item is ready or not, with the
-    expected time left.
+    There is a line of level INFO every :data:`SECONDS_BETWEEN_LINES` seconds, whether an item is ready or not, with
+    the expected time left.
     """
     if total is None and hasattr(items, "__len__"):
         total = done + len(items)  # type: ignore[arg-type]
@@ -45,7 +42,7 @@ def draws_bars() -> bool:
 
 
 def _with_lines(items: Iterable[T], what: str, total: int | None, done: int) -> Iterator[T]:
-    """A thread tells the count by the clock: where items take minutes, a log shows that the work goes on."""
+    """A thread logs the count by the clock: where items take minutes, the log shows that the work continues."""
     begin, new, over = time.monotonic(), 0, threading.Event()
 
     def tell() -> None:
@@ -62,7 +59,7 @@ def _with_lines(items: Iterable[T], what: str, total: int | None, done: int) -> 
 
 
 def _line(what: str, new: int, done: int, total: int | None, seconds: float) -> str:
-    """How far the work is, ``new`` items in so many ``seconds``, and when it will be over if that can be told."""
+    """Progress after ``new`` items in ``seconds``, and the time left where it can be estimated."""
     count = f"{what}: {done + new}" + ("" if total is None else f" of {total}")
     if not new:
         return f"{count}, {seconds:.0f} s after the start"

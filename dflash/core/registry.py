@@ -1,7 +1,4 @@
-"""What other packages add by name: adapters, drafters, objectives, rules, samplers, callbacks.
-
-Knows names, entry points and plug-in modules. Must not know what the registered things do.
-"""
+"""What other packages add by name: adapters, drafters, objectives, rules, samplers, callbacks."""
 
 import importlib
 import importlib.util
@@ -21,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class Registry(Generic[T]):
-    """Named things of one sort, ours and those that other packages announce.
+    """Named things of one kind, ours and those of other packages.
 
     Args:
-        what: The sort, as messages call it: ``"adapter"``.
-        group: The entry-point group of other packages: a module that registers when imported, or the thing
-            itself under the name of the entry point.
-        also: What may be given in place of a name, as a sentence.
+        what: The kind, as messages call it: ``"adapter"``.
+        group: The entry-point group of other packages: a module that registers when imported, or the thing itself
+            under the name of the entry point.
+        also: What may be given instead of a name, as a sentence.
     """
 
     def __init__(self, what: str, group: str, also: str = ""):
@@ -37,7 +34,7 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def register(self, *names: str) -> Callable[[T], T]:
-        """Decorator: known under each of ``names`` from now on. Raises ``TypeError`` if it is used without names."""
+        """Decorator: make a thing known under each of ``names``. Raises ``TypeError`` without names."""
         if not names or not all(isinstance(name, str) and name for name in names):
             raise TypeError(f'Registering takes the name of the {self.what}: @register_...("name"), with brackets.')
 
@@ -59,7 +56,7 @@ class Registry(Generic[T]):
             self._known |= before  # and what entry points registered meanwhile
 
     def load_entry_points(self) -> None:
-        """Import what other packages announce, once. A broken package is a warning here, an error where needed."""
+        """Import other packages' entry points, once. A broken one is a warning here, an error where needed."""
         if self._loaded:
             return
         self._loaded = True
@@ -97,14 +94,14 @@ class Registry(Generic[T]):
         return None
 
     def get(self, name: str) -> T:
-        """What is registered as ``name``. Raises :class:`DFlashError` where nothing is, with :meth:`advice`."""
+        """What is registered as ``name``. Raises :class:`DFlashError` with :meth:`advice` if nothing is."""
         found = self.find(name)
         if found is None:
             raise DFlashError(f"Unknown {self.what} {name!r}; {self.advice(name)}")
         return found
 
     def advice(self, name: str) -> str:
-        """How to mend the unknown ``name``: the nearest one, or how one's own becomes known."""
+        """What to do about the unknown ``name``: the nearest one, or how to register one's own."""
         own = "Import the module that registers yours, or name it with --plugin FILE."
         return " ".join(part for part in (did_you_mean(name, self.all()), self.also, own) if part)
 
@@ -112,9 +109,8 @@ class Registry(Generic[T]):
 def load_plugin(plugin: str | Path) -> Any:
     """Import a plug-in, which registers what it adds: a ``.py`` file, or a module's dotted name.
 
-    A file may import its neighbours: its folder is put on ``sys.path``.
-
-    Raises :class:`DFlashError` if it is not there or fails.
+    A file may import its neighbours: its folder is put on ``sys.path``. Raises :class:`DFlashError` if it is missing or
+    fails.
     """
     path = Path(plugin)
     is_file = path.suffix == ".py"

@@ -1,11 +1,9 @@
 """Recipe files: YAML into dataclasses, checked once, where they enter.
 
-Knows dataclasses and YAML. Must not know what any setting means.
-
-A field made by :func:`setting` says its meaning and its limits; a dataclass that derives from :class:`Checked`
-is checked against them wherever it is made. One whose values must go together says so in ``__post_init__`` by
-:func:`require`. A field that is a union of dataclasses is chosen by their ``kind``, the first without one. A
-field whose name is a word of Python carries an underscore that its key has not: ``from_`` is ``from``.
+A field made by :func:`setting` has a meaning and limits, and a dataclass that derives from :class:`Checked` checks its
+values against them whenever one is made. Rules that involve several fields are in ``__post_init__``, by
+:func:`require`. In a union of dataclasses the key ``kind`` chooses one, by default the first. A field named after a
+word of Python ends in an underscore that its key does not have: ``from_`` is ``from``.
 """
 
 import dataclasses
@@ -23,7 +21,7 @@ T = TypeVar("T")
 
 
 class SettingsError(DFlashError):
-    """A recipe names an unknown key, lacks one, or holds a value that cannot be."""
+    """A recipe names an unknown key, lacks one, or holds an impossible value."""
 
 
 # --- declaring ----------------------------------------------------------------------------------------------
@@ -89,7 +87,7 @@ class SettingHelp:
 def settings_help(cls: type, prefix: str = "") -> list[SettingHelp]:
     """Every setting of the dataclass ``cls``, those of nested dataclasses by their dotted keys.
 
-    Of a union of dataclasses every member is told, with its ``kind`` first.
+    A union of dataclasses lists every member, with its ``kind`` first.
     """
     lines: list[SettingHelp] = []
     hints = typing.get_type_hints(cls)
@@ -186,7 +184,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def to_dict(settings: Any) -> Any:
-    """Plain data (for JSON and YAML) of which :func:`from_dict` makes the same dataclass again."""
+    """Plain data (for JSON and YAML) from which :func:`from_dict` makes the same dataclass again."""
     if dataclasses.is_dataclass(settings):
         return {key_of(field): to_dict(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
     if isinstance(settings, dict):
@@ -222,7 +220,7 @@ def from_dict(cls: type[T], values: Any, where: str) -> T:
 
 
 def with_defaults(cls: type, values: Any) -> Any:
-    """Plain data of an older ``cls``, with the defaults of the keys that it lacks; what is unknown stays."""
+    """Plain data of an older ``cls``, with the defaults of the keys that it lacks; unknown keys stay."""
     if not isinstance(values, dict):
         return values
     filled, hints = dict(values), typing.get_type_hints(cls)
@@ -239,7 +237,7 @@ def with_defaults(cls: type, values: Any) -> Any:
 
 
 def _member_for(hint: Any, value: Any) -> type | None:
-    """The dataclass that ``value`` is plain data of, if ``hint`` is one, or a union that has one of its kind."""
+    """The dataclass whose plain data ``value`` is, if ``hint`` is one, or a union with one of its kind."""
     members = [m for m in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(m)]
     kind = value.get("kind") if isinstance(value, dict) else None
     of_kind = [m for m in members for f in dataclasses.fields(m) if f.name == "kind" and f.default == kind]

@@ -1,14 +1,12 @@
-"""Trees of drafts: which continuations of the anchor one target pass should verify, and how they hang together.
+"""Trees of drafts: which continuations of the anchor one target pass should verify, and how they are connected.
 
 A tree is a list of nodes, each after its parent: node ``j`` is a draft that follows node ``parents[j]``, or the anchor
 where that is -1. A chain is the tree in which each follows the one before it. A pass over a tree has a row for the
 anchor and, after it, one for each node.
 
-A block's positions are drafted at once, so the chance of a path is the product of one chance for each depth. The tree
-that is expected to commit most holds the likeliest paths, and a heap finds them one by one (best-first; DDTree,
+A block's positions are drafted at once, so the probability of a path is the product of one probability per depth. The
+tree that is expected to commit most consists of the likeliest paths, which a heap finds one by one (best-first; DDTree,
 arXiv:2604.12989). So its first ``n`` nodes are the best tree of ``n`` nodes, and a policy can cut it anywhere.
-
-Knows numbers and tokens. Must not know models, caches or drafters.
 
 Shapes: D depths, K candidates at each, N nodes, L = N + 1 rows of a pass.
 """
@@ -40,9 +38,9 @@ class Tree:
 
 
 def best_first(tokens_DK: np.ndarray, log_probabilities_DK: np.ndarray, budget: int) -> Tree:
-    """The ``budget`` likeliest paths from the anchor, fewer where there are no more.
+    """The ``budget`` likeliest paths from the anchor, or all if there are fewer.
 
-    Each row of ``log_probabilities_DK`` falls from its first column on; minus infinity stands for what cannot be.
+    Each row of ``log_probabilities_DK`` is in falling order; minus infinity marks what is impossible.
     """
     depth_count, width = log_probabilities_DK.shape
     rows = log_probabilities_DK.tolist()
@@ -88,7 +86,7 @@ def ancestors(parents: Sequence[int]) -> np.ndarray:
 
 
 def rows_before(parents: Sequence[int]) -> list[list[int]]:
-    """For each row of a pass the rows on the way to it, from the anchor's to its own."""
+    """For each row of a pass, the rows of its path, from the anchor's to its own."""
     rows = [[0]]
     for node, parent in enumerate(parents):
         rows.append([*rows[parent + 1], node + 1])
@@ -96,9 +94,9 @@ def rows_before(parents: Sequence[int]) -> list[list[int]]:
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], choose: Callable[[int], int]) -> tuple[list[int], list[int]]:
-    """Go where the target goes, as far as there are nodes: the path, and the target's tokens, one more than nodes.
+    """Follow the target's tokens through the tree: the path of nodes, and those tokens, one more than there are nodes.
 
-    ``choose`` gives the target's own token after a node, or after the anchor. It is asked along the path only.
+    ``choose`` gives the target's own token after a node, or after the anchor. It is called along the path only.
     """
     children: dict[tuple[int, int], int] = {}
     for node, child in enumerate(zip(parents, tokens, strict=True)):
@@ -112,7 +110,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], choose: Callable[[int], 
 
 
 def outcomes(tokens: Sequence[int], parents: Sequence[int], committed: Sequence[int]) -> dict[int, bool]:
-    """Of each node that follows what was committed, whether it is what was committed next, as far as that is known."""
+    """Whether each node that follows a committed one is the next committed token; unknown ones are left out."""
     known: dict[int, bool] = {}
     reached = {ANCHOR: 0}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):

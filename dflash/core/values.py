@@ -1,7 +1,4 @@
-"""What a value that a caller gives must be: one line says what was wrong and what was expected.
-
-Knows plain values. Must not know what becomes of them.
-"""
+"""Checks of the values that callers give: one line says what was wrong and what was expected."""
 
 import math
 from collections.abc import Mapping

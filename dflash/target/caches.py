@@ -1,7 +1,4 @@
-"""A model's caches, as it makes them or bounded or quantised on request, as mlx-lm does.
-
-Knows mlx-lm's cache classes and options. Must not know models, decoding or how caches are rewound.
-"""
+"""A model's caches: its own, or bounded or quantised on request, as in mlx-lm."""
 
 import logging
 import sys
@@ -17,18 +14,17 @@ from ..core.errors import GenerationError, one_line
 
 logger = logging.getLogger(__name__)
 
-KEPT = 4  # first tokens that a bounded cache never drops; mlx-lm's own choice for max_kv_size
+KEPT = 4  # first tokens that a bounded cache never drops, as in mlx-lm
 
-GROUP_SIZES = (32, 64, 128)  # that MLX quantises by
+GROUP_SIZES = (32, 64, 128)  # those of MLX's quantisation
 
 
 class KeptWindowCache(RotatingKVCache):
-    """A sliding window that never drops the first ``keep`` tokens, and says so in its mask.
+    """A sliding window that never drops the first ``keep`` tokens, and whose mask shows them to every query.
 
-    mlx-lm's own mask for several queries counts entries from the newest back, which hides kept tokens
-    from all but the first query; a single query sees them. Here every query of a pass sees what it would
-    see if tokens came one by one, so that a verified block equals single steps; but for a prompt, which mlx-lm
-    feeds with its own mask.
+    mlx-lm's own mask for several queries counts entries from the newest back, which hides kept tokens from all but the
+    first query; a single query sees them. Here every query of a pass sees what it would see if tokens came one by one,
+    so that a verified block equals single steps. Prompts are the exception: mlx-lm feeds them with its own mask.
     """
 
     in_prompt = False
@@ -52,12 +48,12 @@ class Quantization:
     start: int
 
     def apply(self, caches: list[Any], offset: int) -> None:
-        """Quantise ``caches`` of ``offset`` tokens in place, if it is time. mlx-lm does so after each of its passes."""
+        """Quantise ``caches`` of ``offset`` tokens in place, if due. mlx-lm does so after each of its passes."""
         if offset > 0:
             maybe_quantize_kv_cache(caches, self.start, self.group_size, self.bits)
 
     def longest_pass(self, offset: int) -> int:
-        """Most tokens after ``offset`` ones that mlx-lm would feed, one by one, to caches of the same kind."""
+        """Most tokens that mlx-lm would feed, one by one, to caches of the same kind after ``offset`` tokens."""
         return self.start - offset if offset < self.start else sys.maxsize
 
 
@@ -68,16 +64,16 @@ def make_caches(
     kv_group_size: int = 64,
     quantized_kv_start: int | None = None,
 ) -> tuple[list[Any], Quantization | None]:
-    """New, empty caches of ``model``, and when they are to be quantised.
+    """New, empty caches of ``model``, and when to quantise them.
 
     Args:
         model: A model loaded by mlx-lm.
-        max_kv_size: Bound each layer's cache to this many tokens, the first four among them. As in mlx-lm, this has
-            no effect on models that choose their caches themselves; they get a warning.
+        max_kv_size: Bound each layer's cache to this many tokens, including the first four. As in mlx-lm, this has no
+            effect, but for a warning, on models that choose their caches themselves.
         kv_bits: Quantise the keys and values of full attention to this many bits; recurrent states stay as they are.
         kv_group_size: Numbers that share one scale: 32, 64 or 128, a divisor of the size of a head.
-        quantized_kv_start: Quantise after the pass with which the caches hold so many tokens, as mlx-lm does.
-            ``None``: before the first one, which mlx-lm never does.
+        quantized_kv_start: Quantise after the pass with which the caches reach this many tokens, as mlx-lm does.
+            ``None``: before the first token, which mlx-lm never does.
 
     Raises ``GenerationError`` for options that do not fit together or the model.
     """
@@ -107,9 +103,9 @@ def make_caches(
 
 
 def _check_quantisable(model: nn.Module, bits: int, group_size: int) -> None:
-    """Raise what two passes over caches of ``model`` raise that are quantised between them.
+    """Raise if the model cannot use quantised caches.
 
-    The passes are built and never evaluated, which takes milliseconds and no memory.
+    A pass before quantising and one after are built but never evaluated, which takes milliseconds and no memory.
     """
     caches, token = make_prompt_cache(model), mx.zeros((1, 1), mx.int32)
     try:

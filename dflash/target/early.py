@@ -1,9 +1,8 @@
-"""Hands each layer's output to a CPU while the next layer is being built.
+"""Start computing each layer on a CPU while the next layer is being built.
 
-To build a pass takes Python time, in which a CPU would have nothing to do: MLX's CPU backend evaluates a graph only
-when it is complete, and ``async_eval`` lets the host continue only when fewer than 100 operations are left. Where BLAS
-takes every core, the host would compete with it, and a GPU takes a graph as a whole: there nothing is handed over
-early.
+Building a pass takes Python time in which a CPU would be idle: MLX's CPU backend evaluates a graph only when it is
+complete, and ``async_eval`` lets the host continue only when fewer than 100 operations are left. A GPU takes a graph as
+a whole, and where BLAS uses every core the host would compete with it, so there nothing starts early.
 """
 
 from typing import Any
@@ -15,18 +14,18 @@ from ..core.backend import begin_early, begins_early
 
 
 class EarlyLayers:
-    """Makes the calls of layers, through ``caller`` where there is one, and lets the CPU begin with each output."""
+    """Calls layers, through ``caller`` if there is one, and lets the CPU start computing each output."""
 
     def __init__(self, caller: LayerCaller | None):
         self._caller = caller
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``layer`` returns, on its way."""
+        """What ``layer`` returns, already being computed."""
         output = layer(*args, **kwargs) if self._caller is None else self._caller.call(layer, args, kwargs)
         begin_early(output)
         return output
 
 
 def early_layers(caller: LayerCaller | None) -> LayerCaller | None:
-    """A caller that begins early, where that pays (:func:`~dflash.core.backend.begins_early`); elsewhere ``caller``."""
+    """A caller that starts early if that pays (:func:`~dflash.core.backend.begins_early`), otherwise ``caller``."""
     return EarlyLayers(caller) if begins_early() else caller

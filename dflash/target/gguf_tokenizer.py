@@ -16,7 +16,7 @@ _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _split(digits: str) -> Any:
-    """The pattern of LLaMA 3 and Qwen, which differ in how many digits make a piece."""
+    """The pattern of LLaMA 3 and Qwen, which differ in the digits per piece."""
     pattern = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_OTHERS}"
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
@@ -33,7 +33,7 @@ PRE_TOKENIZERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
 }
-"""How a text is split before merging, by llama.cpp's name (``tokenizer.ggml.pre``)."""
+"""How text is split before merging, by llama.cpp's name (``tokenizer.ggml.pre``)."""
 
 
 def build_tokenizer(gguf: GGUF) -> Tokenizer:

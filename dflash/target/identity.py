@@ -1,9 +1,4 @@
-"""What tells one target from another of the same shape: base from instruct, one fine-tuned copy from the next.
-
-And what all quantisations of one target have in common: its norms.
-
-Knows a loaded target's config and weights. Must not know who compares fingerprints, or why.
-"""
+"""Fingerprints: one tells targets of the same shape apart, the other is common to all quantisations of one target."""
 
 import dataclasses
 import hashlib
@@ -24,9 +19,9 @@ _VALUES = 64  # read of each weight: a fine-tuned copy differs in some, a cast t
 def target_fingerprint(target: "LoadedTargetModel") -> str:
     """SHA-256 (hexadecimal) over a target: its type, its config, and every weight's name, shape and some values.
 
-    Of the config those fields count that differ from mlx-lm's defaults, so that a newer mlx-lm with more fields
-    changes nothing. Of each weight some 64 values, evenly spread and as float32: fine-tuned copies have files of
-    equal names and sizes, hashing gigabytes takes minutes, and half precision becomes float32 on a CPU.
+    Only the config's fields that differ from mlx-lm's defaults count, so that new fields of a newer mlx-lm change
+    nothing. Each weight contributes some 64 values, evenly spread and as float32: fine-tuned copies have files of equal
+    names and sizes, hashing gigabytes takes minutes, and half precision becomes float32 on a CPU.
     """
     return model_fingerprint(target.model)
 
@@ -35,8 +30,8 @@ def norm_fingerprint(target: "LoadedTargetModel") -> str | None:
     """SHA-256 (hexadecimal) of what every quantisation of a target keeps: its norms, vocabulary and number of layers.
 
     Norms are the one-dimensional weights ``*norm.weight``, which no format packs. They are rounded to bfloat16, so that
-    the hub's files, a GGUF file's and a copy in float32 agree. A copy that was fine-tuned as a whole has other norms;
-    one that was fine-tuned by an adapter of its matrices alone (LoRA) has the same. ``None``: the target has no norms.
+    the hub's files, a GGUF file and a copy in float32 agree. Full fine-tuning changes the norms; an adapter of the
+    matrices alone (LoRA) does not. ``None``: the target has no norms.
     """
     norms = {
         name: weight.astype(mx.bfloat16).astype(mx.float32)
@@ -54,7 +49,7 @@ def norm_fingerprint(target: "LoadedTargetModel") -> str | None:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """The same of any model: a target's, or a drafter."""
+    """As :func:`target_fingerprint`, for any model."""
     total = hashlib.sha256()
     args = getattr(model, "args", None)
     total.update(json.dumps([getattr(model, "model_type", ""), _own_fields(args)], sort_keys=True).encode())

@@ -1,7 +1,7 @@
 """``dflash import``: a GGUF file of llama.cpp becomes a folder that mlx-lm loads.
 
-llama.cpp stores the query and key rows of a LLaMA in the order of interleaved rotary embedding; mlx-lm, as the hub,
-rotates halves. :func:`_halves` undoes that. Qwen's rows are stored as they are.
+llama.cpp stores a LLaMA's query and key rows in the order of interleaved rotary embedding. The hub and mlx-lm rotate
+halves, so :func:`_halves` restores that order. Qwen's rows are stored unchanged.
 """
 
 import logging
@@ -22,7 +22,7 @@ from .gguf_tokenizer import save_tokenizer
 logger = logging.getLogger(__name__)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""``general.architecture``, which is mlx-lm's ``model_type`` too."""
+"""``general.architecture``, which is also mlx-lm's ``model_type``."""
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -83,7 +83,7 @@ def import_gguf(path: Path, folder: Path, dtype: str | None = None) -> dict[str,
 
 
 def _config(gguf: GGUF) -> dict[str, Any]:
-    """The config in mlx-lm's names, but for quantisation."""
+    """The config in mlx-lm's names, without quantisation."""
     architecture = gguf.require("general.architecture", str)
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
@@ -103,7 +103,7 @@ def _config(gguf: GGUF) -> dict[str, Any]:
 
     def number(key: str, default: Any = None) -> Any:
         value = values.get(key, default)
-        if isinstance(value, list) and len(set(value)) == 1:  # one for each layer
+        if isinstance(value, list) and len(set(value)) == 1:  # one per layer
             value = value[0]
         if value is None or isinstance(value, list | str):
             raise CheckpointError(f"{gguf.path}: {architecture}.{key} must be one number, got {value}.")
@@ -148,7 +148,7 @@ def _linear_scaling(gguf: GGUF, values: dict[str, Any]) -> dict[str, Any] | None
 
 
 def _llama3_scaling(gguf: GGUF, config: dict[str, Any], factors: mx.array) -> dict[str, Any]:
-    """LLaMA 3's scaling of the rotary embedding, which the file holds as one factor for each frequency ``[D/2]``."""
+    """LLaMA 3's scaling of the rotary embedding, which the file stores as one factor per frequency ``[D/2]``."""
     from mlx_lm.models.rope_utils import Llama3RoPE
 
     scaling = {"rope_type": "llama3", "factor": float(f"{mx.max(factors).item():.6g}")}
@@ -164,7 +164,7 @@ def _llama3_scaling(gguf: GGUF, config: dict[str, Any], factors: mx.array) -> di
 
 
 def _token_ids(gguf: GGUF) -> dict[str, Any]:
-    """The ids that ``config.json`` and ``generation_config.json`` share; several tokens may end a text."""
+    """The ids that ``config.json`` and ``generation_config.json`` share; several tokens may end a response."""
     ids = {role: gguf.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "padding")}
     ends = sorted({number for role in ("eos", "eot") if (number := ids[role]) is not None})
     found = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"]}

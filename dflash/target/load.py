@@ -1,8 +1,4 @@
-"""From a folder, a hub name or ``bundled`` to a :class:`~dflash.LoadedTargetModel`.
-
-Knows mlx-lm's loader and what can be wrong with a checkpoint, as that it is a drafter. Must not know how drafters are
-loaded, or the decode loop.
-"""
+"""From a folder, a hub name or ``bundled`` to a :class:`~dflash.LoadedTargetModel`."""
 
 import logging
 from pathlib import Path
@@ -21,8 +17,8 @@ from .model import LoadedTargetModel
 
 logger = logging.getLogger(__name__)
 
-# To read a tokenizer, transformers reads the model's config too, and warns of an architecture that it does not know.
-# mlx-lm runs the architecture, and says itself if it cannot.
+# transformers reads the model's config along with a tokenizer, and warns of architectures that it does not know. mlx-lm
+# runs the architecture, and says itself if it cannot.
 logging.getLogger("transformers.configuration_utils").addFilter(
     lambda record: not record.getMessage().startswith("You are using a model of type")
 )
@@ -31,22 +27,22 @@ PAIR = Path(__file__).parents[1] / "pair"
 """The bundled models: ``PAIR / "target"`` and ``PAIR / "drafter"``."""
 
 BUNDLED = "bundled"
-"""The name of the bundled target, as the command line and traces have it."""
+"""The name of the bundled target on the command line and in traces."""
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "merges.txt")
-"""Patterns of the files that tokenizers are read from."""
+"""Patterns of the files that a tokenizer is read from."""
 
 
 def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -> LoadedTargetModel:
     """Load an mlx-lm model directory, a hub name (``org/name``; only this uses the network), or ``"bundled"``.
 
     Args:
-        path_or_hub_name: The checkpoint. Without files of a tokenizer it is loaded for token ids only. (A folder of the
-            name ``bundled`` is ``./bundled``.)
+        path_or_hub_name: The checkpoint. Without tokenizer files it is loaded for token ids only. (A folder named
+            ``bundled`` is ``./bundled``.)
         trust_remote_code: Run the Python code that a checkpoint brings with it (``model_file`` in its config).
 
-    Raises ``CheckpointError`` for missing or damaged files and NaN weights, and
-    ``IncompatibleModelsError`` for an architecture without an adapter.
+    Raises ``CheckpointError`` for missing or damaged files and NaN weights, and ``IncompatibleModelsError`` for an
+    architecture without an adapter.
     """
     wait_for_this_thread()
     registered_adapters()  # a package may bring the architecture itself along with its adapter
@@ -59,7 +55,7 @@ def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -
     if tokenizer is None:
         logger.warning("%s has no tokenizer files, such as tokenizer.json: only token ids can be decoded.", path)
     to_compute_dtype(model)
-    mx.eval(model.parameters())  # what is left lazy could only be computed in this thread
+    mx.eval(model.parameters())  # lazy arrays could only be computed in this thread
     _check_weights(model, path)
     return LoadedTargetModel(model, tokenizer, folder=path)
 
@@ -83,7 +79,7 @@ def _reason(error: Exception, config: dict[str, Any]) -> str:
     from ..drafters.kinds import is_drafter  # drafters import this module
 
     if is_drafter(config):
-        return "it is a drafter, not a target; give it as the drafter, beside the target that it was trained for."
+        return "it is a drafter, not a target; give it as the drafter, with the target that it was trained for."
     reason = one_line(error)
     if "trust_remote_code" not in reason:
         return reason
@@ -94,7 +90,7 @@ def _reason(error: Exception, config: dict[str, Any]) -> str:
 
 
 def _check_weights(model: nn.Module, path: Path) -> None:
-    """Refuse NaN: the target would write its first token for ever, and every draft would be right."""
+    """Refuse NaN: the target would repeat token 0 forever, and every draft would be right."""
     weights = ((name, w) for name, w in flat(model.parameters()).items() if mx.issubdtype(w.dtype, mx.floating))
     largest = {name: mx.max(w) for name, w in weights if w.size}  # NaN if any number is
     mx.eval(largest)

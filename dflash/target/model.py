@@ -1,7 +1,4 @@
-"""A target ready for decoding: an mlx-lm model, its tokenizer and its adapter, behind the few calls decoding needs.
-
-Knows caches, features and prompts. Must not know files, drafters or the decode loop.
-"""
+"""A target ready for decoding: an mlx-lm model, its tokenizer and its adapter, behind the few calls decoding needs."""
 
 import logging
 from collections.abc import Sequence
@@ -29,13 +26,12 @@ class LoadedTargetModel:
 
     Args:
         model: A model loaded by mlx-lm.
-        tokenizer: mlx-lm's wrapper or a Hugging Face tokenizer; ``None`` where only token ids are used.
-        adapter: Found by the model's ``model_type`` when ``None``. A generic adapter is tried on a few short
-            passes first.
-        folder: The files that it was loaded from, if it was.
+        tokenizer: mlx-lm's wrapper or a Hugging Face tokenizer; ``None`` if only token ids are used.
+        adapter: By default the one for the model's ``model_type``. A generic adapter is tried on a few short passes
+            first.
+        folder: The folder that it was loaded from, if any.
 
-    Raises ``IncompatibleModelsError`` for an architecture that has no adapter and that the
-    generic one does not fit.
+    Raises ``IncompatibleModelsError`` for an architecture that has no adapter and that the generic one does not fit.
     """
 
     def __init__(
@@ -76,12 +72,12 @@ class LoadedTargetModel:
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence, in tokens, that the model was made for, if it says so."""
+        """Longest sequence, in tokens, that the model was made for, if its config says so."""
         return self.adapter.max_length
 
     @property
     def embedding_scale(self) -> float:
-        """What the backbone multiplies :meth:`embed` by before its first layer."""
+        """The factor by which the backbone multiplies :meth:`embed` before its first layer."""
         return self.adapter.embedding_scale
 
     def embed(self, tokens_BL: mx.array) -> mx.array:
@@ -97,7 +93,7 @@ class LoadedTargetModel:
     ) -> tuple[mx.array, mx.array]:
         """Final hidden states ``[B, L, E]`` (normalised, before the head) and features ``[B, L, F]``.
 
-        For prompts: what a rewind of recurrent layers would need is not kept.
+        For prompts: nothing is kept for a rewind of recurrent layers.
         """
         return self._forward(tokens, cache, layer_ids, rewindable=False)
 
@@ -110,12 +106,12 @@ class LoadedTargetModel:
     ) -> tuple[mx.array, mx.array]:
         """Logits ``[B, L, V]`` and features ``[B, L, len(layer_ids) * hidden_size]`` of ``tokens [B, L]``.
 
-        Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place, and can
-        be rewound within these tokens until the next pass. With ``parents`` the tokens after the first are a tree
-        (:mod:`dflash.core.trees`), ``B`` is 1, and :meth:`TargetCache.keep` says which path remains. A CPU begins with
-        each layer while the next is built.
+        Layer id ``i`` is the output of decoder layer ``i``, 0-based. ``cache`` is updated in place, and can be rewound
+        within these tokens until the next pass. With ``parents`` the tokens after the first are a tree
+        (:mod:`dflash.core.trees`), ``B`` is 1, and :meth:`TargetCache.keep` chooses the path that remains. A CPU starts
+        on each layer while the next is built.
 
-        Raises ``IncompatibleModelsError``, naming a layer, where trees are not possible.
+        Raises ``IncompatibleModelsError``, naming a layer, if the target cannot verify trees.
         """
         hidden, features = self._forward(tokens, cache, layer_ids, rewindable=True, parents=parents)
         return self.head(hidden), features
@@ -140,7 +136,7 @@ class LoadedTargetModel:
     def check_trees(self, cache: TargetCache) -> None:
         """Raise ``IncompatibleModelsError`` if no tree of drafts can be verified over ``cache``.
 
-        The first time, a few short passes show whether the model's positions are where trees can reach them.
+        The first call makes a few short passes, to see whether trees can set the positions that the model uses.
         """
         check_trees(cache)
         if self._tree_difference is None:
@@ -152,29 +148,29 @@ class LoadedTargetModel:
             )
 
     def make_cache(self, **options: Any) -> TargetCache:
-        """New, empty caches, one a layer; ``options`` as in :func:`~dflash.target.caches.make_caches`.
+        """New, empty caches, one per layer; ``options`` as in :func:`~dflash.target.caches.make_caches`.
 
-        Raises ``IncompatibleModelsError`` if one of them cannot be rewound exactly, and
-        ``GenerationError`` for options that do not fit together or the model.
+        Raises ``IncompatibleModelsError`` if one of them cannot be rewound exactly, and ``GenerationError`` for options
+        that do not fit together or the model.
         """
         return TargetCache(*make_caches(self.model, **options))
 
     def rewind_kv_caches(self, cache: list[Any], length: int) -> None:
-        """Bring ``cache`` back to its first ``length`` tokens; only tokens of the last update may go.
+        """Bring ``cache`` back to its first ``length`` tokens; only tokens of the last update can be removed.
 
         Raises ``GenerationError`` if the cache holds fewer tokens than ``length``.
         """
         (cache if isinstance(cache, TargetCache) else TargetCache(cache)).rewind(length)
 
     def build_prompt(self, text: str, chat: bool = True, **switches: Any) -> list[int]:
-        """Token ids of ``text`` as a user's message (or as it stands: ``chat=False`` or no template).
+        """Token ids of ``text`` as a user's message, or of the bare text with ``chat=False`` or without a template.
 
-        ``switches`` go to the chat template, such as ``enable_thinking=False`` for Qwen3.
+        ``switches`` are passed to the chat template, such as ``enable_thinking=False`` for Qwen3.
         """
         if self.tokenizer is None:
             raise GenerationError(
                 "This target has no tokenizer, so only token ids can be decoded (spec_generate). "
-                "Put the tokenizer's files (tokenizer.json or tokenizer.model) beside its weights."
+                "Put the tokenizer's files (tokenizer.json or tokenizer.model) next to its weights."
             )
         if not chat or not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(text)

@@ -1,11 +1,8 @@
 """Run a layer again on the first tokens of a block, from the state before the block.
 
-For caches that cannot forget, such as a recurrent state. Knows how to remember a layer's call and the
-cache's state, by reference. Must not know models, or when to rewind.
-
-Only what the state needs is computed again: MLX is lazy, so the layer's output never is, and the matrix
-products and short convolutions of the block are played back: a product treats every token by itself, and such
-a convolution reads no later token.
+For caches that cannot drop tokens, such as a recurrent state. Only what the state needs is computed again. MLX is lazy,
+so the layer's output is not. Matrix products and causal convolutions are played back from the block's pass, since
+neither reads a later token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +34,7 @@ REMEMBERED: dict[type, tuple[str, ...]] = {
 
 
 def _remember(cache: Any) -> Any:
-    """References, not copies: MLX arrays are immutable, and only lists are changed in place."""
+    """The cache's state, by reference: MLX arrays are immutable, and only lists are changed in place."""
     if isinstance(cache, CacheList):
         return [_remember(member) for member in cache.caches]
     values = {name: getattr(cache, name) for name in REMEMBERED[type(cache)]}
@@ -56,7 +53,7 @@ def _restore(cache: Any, before: Any) -> None:
 def _cut(value: Any, batch: int, length: int, kept: int) -> Any:
     """A layer's argument for the first ``kept`` of ``length`` tokens.
 
-    ``[..., B, L, ...]`` holds one entry a token; ``[..., L, S + L]`` is a mask, queries by keys.
+    ``[..., B, L, ...]`` has one entry per token; ``[..., L, S + L]`` is a mask, queries by keys.
     """
     if isinstance(value, list | tuple):
         return type(value)(_cut(v, batch, length, kept) for v in value)
@@ -72,7 +69,7 @@ def _cut(value: Any, batch: int, length: int, kept: int) -> Any:
 
 
 class _Product:
-    """Stands for a linear map or convolution: keeps its outputs for a block, or plays their first tokens back."""
+    """Replaces a linear map or convolution: records its outputs for a block, or plays their first tokens back."""
 
     def __init__(self, linear: nn.Module, shape: tuple[int, int]):
         self._linear, self._shape = linear, shape
@@ -111,13 +108,13 @@ def _products(layer: nn.Module, shape: tuple[int, int]) -> Products:
 
 
 def _is_causal(child: Any) -> bool:
-    """Whether it is a convolution over ``[earlier tokens, block]``, with one output a token of the block."""
+    """Whether it is a convolution over ``[earlier tokens, block]``, with one output per token of the block."""
     return isinstance(child, nn.Conv1d) and child.padding == 0
 
 
 @contextmanager
 def standing_in(products: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    """For one call, put the stand-ins in the place of the modules of their names; put back whatever happens."""
+    """For one call, put stand-ins in the place of the modules that they name; undone whatever happens."""
     originals = [owner[name] for owner, name, _ in products]
     for owner, name, product in products:
         owner[name] = product
@@ -130,7 +127,7 @@ def standing_in(products: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer, for ``shape`` (batch, tokens), that changed ``cache``, with its state from before."""
+    """One call of a layer, for ``shape`` (batch, tokens), that changed ``cache``, and the cache's state before it."""
 
     layer: nn.Module
     args: tuple[Any, ...]
@@ -141,7 +138,7 @@ class LayerCall:
     before: Any
 
     def replay(self, kept: int) -> None:
-        """Leave the cache as after the block's first ``kept`` tokens."""
+        """Leave the cache as it is after the block's first ``kept`` tokens."""
         _restore(self.cache, self.before)
         if kept:
             args, kwargs = (_cut(x, *self.shape, kept) for x in (self.args, list(self.kwargs.values())))
@@ -152,14 +149,14 @@ class LayerCall:
 
 @dataclass
 class Recorder:
-    """Makes the calls of layers in one pass of ``length`` tokens, and remembers those that ``caches`` need."""
+    """Calls layers in one pass of ``length`` tokens, and records the calls that ``caches`` need."""
 
     length: int
     caches: dict[int, Any]
     calls: dict[int, LayerCall] = field(default_factory=dict)
 
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``layer`` returns; noted first if one of its arguments is a cache that must be replayed."""
+        """What ``layer`` returns; the call is recorded if one of its arguments is a cache that must be replayed."""
         cache = next((a for a in (*args, *kwargs.values()) if id(a) in self.caches), None)
         if cache is None or id(cache) in self.calls:
             return layer(*args, **kwargs)

@@ -1,11 +1,10 @@
 """Bring a target's caches back to the committed context after a block, exactly.
 
-Knows mlx-lm's cache classes, one rule each: most can drop their newest entries; a recurrent state cannot, so
-the layer that keeps it runs again on the accepted tokens, from the state before the block. Must not know
-models, drafters or why tokens were rejected.
+There is one rule per cache class of mlx-lm. Most can drop their newest entries. A recurrent state cannot, so its layer
+runs again on the accepted tokens, from the state before the block.
 
-"Exactly" means: every array that the cache hands to its layer afterwards equals that of a cache which
-was never fed the rejected tokens.
+"Exactly" means: every array that the cache hands to its layer afterwards equals that of a cache which was never fed the
+rejected tokens.
 """
 
 import sys
@@ -45,10 +44,10 @@ def _drop_concatenated(cache: ConcatenateKVCache, rejected: int) -> None:
 
 
 def _drop_newest(cache: RotatingKVCache, rejected: int) -> None:
-    """After an update of several tokens the window lies in time order with the block at its end.
+    """After an update of several tokens the window is in time order, with the block at its end.
 
-    The update kept ``max_size - 1`` entries before the block, so a full window remains. A block of one
-    token is written in place, but rejects nothing.
+    The update kept ``max_size - 1`` entries before the block, so a full window remains. A block of one token is written
+    in place, but rejects nothing.
     """
     assert cache.keys is not None
     assert cache.values is not None
@@ -87,11 +86,11 @@ _RULES: dict[type, Callable[[Any, int], None]] = {
     CacheList: _each_member,
 }
 
-# --- caches of which any tokens of the last pass can be kept ----------------------------------------------
+# --- caches that can keep any tokens of the last pass ----------------------------------------------
 
 
 def _move(cache: KVCache, begun: int, rows: mx.array) -> None:
-    """Put the entries of ``rows`` of the pass that began at ``begun`` to its front."""
+    """Move the entries of ``rows`` to the front of the pass that began at ``begun``."""
     end = begun + rows.size
     for array in (cache.keys, cache.values):
         assert array is not None
@@ -99,7 +98,7 @@ def _move(cache: KVCache, begun: int, rows: mx.array) -> None:
 
 
 def _move_quantized(cache: QuantizedKVCache, begun: int, rows: mx.array) -> None:
-    """Each token is quantised by itself, so its numbers move with their scales."""
+    """Each token is quantised by itself, so its numbers and their scales move together."""
     end = begun + rows.size
     for part in (*cast(Any, cache.keys), *cast(Any, cache.values)):
         part[..., begun:end, :] = part[..., begun + rows, :]
@@ -111,9 +110,9 @@ _MOVES: dict[type, Callable[[Any, int, mx.array], None]] = {KVCache: _move, Quan
 
 
 class TargetCache(list[Any]):
-    """A target's caches, one a layer as mlx-lm makes them, that can be rewound.
+    """A target's caches, one per layer as mlx-lm makes them, that can be rewound.
 
-    With a ``quantization`` they are quantised when it is time; ``length`` tokens are in them already. Raises
+    ``quantization`` says when to quantise them; ``length`` is the number of tokens that they hold already. Raises
     ``IncompatibleModelsError`` if one of them cannot be rewound.
     """
 
@@ -133,24 +132,24 @@ class TargetCache(list[Any]):
 
     @property
     def longest_pass(self) -> int:
-        """Most tokens that the next pass may hold, if it is to equal single steps of mlx-lm."""
+        """Most tokens that the next pass may have, if it must equal single steps of mlx-lm."""
         return sys.maxsize if self.quantization is None else self.quantization.longest_pass(self.offset)
 
     @property
     def ends_prompts_alone(self) -> bool:
-        """Whether the last token of a prompt needs a pass of its own, as in mlx-lm: to it the caches are others."""
+        """Whether a prompt's last token needs its own pass, as in mlx-lm, because its caches or mask differ."""
         return self.quantization is not None or any(type(cache) is KeptWindowCache for cache in self)
 
     def set_in_prompt(self, in_prompt: bool) -> None:
-        """Say whether the next passes are those of a prompt, which mlx-lm masks otherwise in bounded caches."""
+        """Say whether the next passes are those of a prompt, for which mlx-lm masks bounded caches differently."""
         for cache in self:
             if type(cache) is KeptWindowCache:
                 cache.in_prompt = in_prompt
 
     def expect(self, length: int, rewindable: bool = True) -> Recorder | None:
-        """Announce a pass of ``length`` tokens; the recorder that the pass must show its layers' calls, if any.
+        """Announce a pass of ``length`` tokens; returns the recorder that must call its layers, if one is needed.
 
-        A pass that will not be rewound (a prompt) records nothing, so that it keeps no memory.
+        A pass that will not be rewound (a prompt) records nothing, which saves memory.
         """
         self._quantize()
         self._begun = self.offset
@@ -160,7 +159,7 @@ class TargetCache(list[Any]):
         return self._recorder
 
     def expect_tree(self, parents: Sequence[int]) -> TreePass:
-        """Announce a pass over the anchor and a tree of drafts; what must make the calls of its layers.
+        """Announce a pass over the anchor and a tree of drafts; returns what must call its layers.
 
         Raises ``IncompatibleModelsError``, naming the layer, if a cache cannot hold a tree.
         """
@@ -169,11 +168,11 @@ class TargetCache(list[Any]):
         return TreePass(parents, self._begun)
 
     def undo_point(self) -> Callable[[], None]:
-        """A function that takes back a pass which was built and not yet evaluated, as if it had never been.
+        """A function that undoes a pass which was built but not evaluated.
 
-        It holds the arrays of now: drop it before the pass is evaluated, or the caches' arrays are copied to grow.
+        It holds the present arrays: drop it before the pass is evaluated, or the caches copy them in order to grow.
         """
-        self._quantize()  # which replaces caches, so not within the pass
+        self._quantize()  # replaces caches, so it must not happen within the pass
         members = [member for cache in self for member in _members(cache)]
         before = [{name: _alias(value) for name, value in vars(member).items()} for member in members]
         fed, begun, recorder = self._fed, self._begun, self._recorder
@@ -186,15 +185,14 @@ class TargetCache(list[Any]):
         return undo
 
     def _quantize(self) -> None:
-        """Before a pass, when no token can be rewound any more; mlx-lm does so at the end of the one before."""
+        """Called before a pass, when nothing can be rewound any more; mlx-lm quantises after the previous one."""
         if self.quantization is not None:
             self.quantization.apply(self, self.offset)
 
     def rewind(self, length: int) -> None:
-        """Keep the first ``length`` tokens; only tokens of the last pass may go, in one step or several.
+        """Keep the first ``length`` tokens; only tokens of the last pass can be removed, in one step or several.
 
-        Raises ``GenerationError`` if fewer tokens are held, or that pass was not recorded or
-        was shorter than what would go.
+        Raises ``GenerationError`` if fewer tokens are held, or if the pass was not recorded or is too short.
         """
         rejected = self.offset - length
         if length < 0 or rejected < 0:
@@ -217,7 +215,7 @@ class TargetCache(list[Any]):
                 _RULES[type(cache)](cache, rejected)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these ``rows`` of the last pass, in this order; it had a row for each of its tokens.
+        """Keep these ``rows`` of the last pass, in this order; a pass has one row per token.
 
         Raises ``GenerationError`` as :meth:`rewind` does.
         """
@@ -228,7 +226,7 @@ class TargetCache(list[Any]):
 
 
 def _alias(value: Any) -> Any:
-    """The same data under another name, which an assignment to a part of ``value`` does not change."""
+    """The same data in a new array, which an assignment to a part of ``value`` does not change."""
     if isinstance(value, mx.array):
         return mx.array(value)
     return type(value)(_alias(v) for v in value) if isinstance(value, list | tuple) else value
@@ -254,14 +252,14 @@ def _rule(cache: Any) -> str | None:
 
 
 def cache_name(cache: Any) -> str:
-    """Class name of a cache, with its members' if it is a list of caches."""
+    """Class name of a cache, with its members' names if it is a list of caches."""
     if isinstance(cache, CacheList):
         return f"CacheList({', '.join(type(c).__name__ for c in cache.caches)})"
     return type(cache).__name__
 
 
 def describe(caches: Sequence[Any]) -> list[tuple[str, str | None]]:
-    """Class name of each layer's cache with the name of its rewind rule, ``None`` where there is none."""
+    """Class name of each layer's cache, and the name of its rewind rule, ``None`` if there is none."""
     return [(cache_name(cache), _rule(cache)) for cache in caches]
 
 

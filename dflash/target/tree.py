@@ -1,11 +1,9 @@
 """One pass over a tree of drafts: each token sees the context and its ancestors, from the position of its depth.
 
-mlx-lm's layers take positions from their cache's ``offset`` and a mask that their backbone made for a chain. So for
-the call of each layer the mask is exchanged, and the rotary modules are by stand-ins which turn each row at its own
-position. What a model does with positions elsewhere (learned ones, scales) is not reached: the trial of
-:meth:`~dflash.LoadedTargetModel.check_trees` finds that.
-
-Knows how mlx-lm's layers are called, and its rotary modules by what they take. Must not know any one model.
+mlx-lm's layers take positions from their cache's ``offset`` and a mask that their backbone made for a chain. So each
+layer is called with the tree's mask, and its rotary modules are replaced by stand-ins that rotate each row by its own
+position. Other uses of positions (learned ones, scales) are out of reach: the trial of
+:meth:`~dflash.LoadedTargetModel.check_trees` finds them.
 
 Shapes: B = 1 batch, H heads, L rows of the pass, S context, D size of a head.
 """
@@ -24,10 +22,10 @@ from .replay import standing_in
 
 
 class TreePass:
-    """Makes the calls of layers in a pass over the anchor and a tree of ``parents`` after ``context`` tokens.
+    """Calls layers in a pass over the anchor and a tree of ``parents`` after ``context`` tokens.
 
-    Raises ``IncompatibleModelsError``, naming the layer, for one that is given what depends on
-    the order of its rows in a way that is not known.
+    Raises ``IncompatibleModelsError``, naming the layer, if an argument may depend on the order of rows in an unknown
+    way.
     """
 
     def __init__(self, parents: Sequence[int], context: int):
@@ -52,10 +50,10 @@ class TreePass:
             return layer(*args, **kwargs)
 
     def _exchanged(self, value: Any) -> Any:
-        """A layer's argument, with the tree's mask in the place of a chain's."""
+        """A layer's argument, with the tree's mask instead of a chain's."""
         if isinstance(value, str):
             return self._mask_LS if value == "causal" else value
-        if not isinstance(value, mx.array) or value.shape[:2] == (1, self._length):  # an entry a row
+        if not isinstance(value, mx.array) or value.shape[:2] == (1, self._length):  # one entry per row
             return value
         if value.dtype == mx.bool_ and value.shape[-2:] == self._mask_LS.shape:
             return self._mask_LS
@@ -66,13 +64,13 @@ class TreePass:
 
 
 class _Rotary:
-    """Stands for a rotary module, and turns each row at the position of its depth; lends its attributes."""
+    """Replaces a rotary module, and rotates each row by the position of its depth; has the module's attributes."""
 
     def __init__(self, rotary: nn.Module, depths_L: mx.array):
         self._rotary, self._depths_L = rotary, depths_L
 
     def __call__(self, x_BHLD: mx.array, offset: Any = 0, **options: Any) -> mx.array:
-        # Rows become the batch, in which mx.fast.rope takes an offset each.
+        # Rows become the batch, whose entries mx.fast.rope gives an offset each.
         rows_LH1D = x_BHLD.swapaxes(0, 2)
         return cast(mx.array, self._rotary(rows_LH1D, offset=offset + self._depths_L, **options)).swapaxes(0, 2)
 

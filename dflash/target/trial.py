@@ -1,7 +1,7 @@
-"""Does an adapter name the right parts of its model, and do rewinds leave no trace? A few short passes tell.
+"""A few short passes that check whether an adapter names the right parts of its model and rewinds leave no trace.
 
-Knows how to compare what an adapter says with what the model itself does in one pass. Must not know the decode
-loop, drafters or any one architecture. :mod:`dflash.adapters.conformance` adds the checks that decode.
+What the adapter says is compared with what the model itself does in one pass. :mod:`dflash.adapters.conformance` adds
+checks that decode.
 
 Shapes: B batch, L length, E hidden size, V vocabulary.
 """
@@ -23,7 +23,7 @@ from .compare import Mismatch, assert_close, assert_same_caches, rounding_limit,
 if TYPE_CHECKING:
     from .model import LoadedTargetModel
 
-LENGTH = 24  # tokens of the checks that look at one pass
+LENGTH = 24  # tokens of the checks that use one pass
 BLOCK = 16  # most tokens in a verified block
 SHORTEST_LIMIT = 64  # tokens; a model made for fewer could not hold a prompt and a block
 LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length")
@@ -58,12 +58,12 @@ class Trial:
         """The model's own pass over random tokens."""
         try:
             return Pass(self.target.model, self.tokens(LENGTH, self.seed))
-        except Exception as error:  # mlx-lm's own code, or a stranger's
+        except Exception as error:  # mlx-lm's own code, or another package's
             raise Mismatch(f"the model's own pass raises {type(error).__name__}: {error}") from error
 
     @cached_property
     def other(self) -> Pass:
-        """The model's own pass over as many other tokens."""
+        """The model's own pass over other tokens, as many."""
         return Pass(self.target.model, self.tokens(LENGTH, self.seed + 1))
 
     @cached_property
@@ -82,7 +82,7 @@ def _caches(trial: Trial) -> None:
 
 
 def _parts(trial: Trial) -> None:
-    """Every property can be read, and its numbers are those of the table, the head and the config."""
+    """Every property can be read, and its numbers agree with the table, the head and the config."""
     adapter = trial.target.adapter
     values = {}
     for name in ("backbone", "layers", "layers_owner", "embedding", "hidden_size", "vocab_size", "max_length"):
@@ -119,7 +119,7 @@ def _check_stop_tokens(trial: Trial) -> None:
     except AttributeError:
         if trial.target.tokenizer is not None:
             raise
-        return  # it asks more of a tokenizer than can be tried without one
+        return  # it needs a real tokenizer
     if not isinstance(stops, frozenset | set) or not all(isinstance(token, int) for token in stops):
         raise Mismatch(f"stop_tokens() returns a {type(stops).__name__}; expected a frozenset of token ids")
 
@@ -159,7 +159,7 @@ def _embeddings(trial: Trial) -> None:
 
 
 def _looked_up(trial: Trial, shape: tuple[int, ...]) -> list[mx.array]:
-    """What modules that were called with token ids had returned when the first layer ran, ``[B, L, E]`` each."""
+    """What modules called with token ids had returned before the first layer ran, ``[B, L, E]`` each."""
     first = trial.one.first_call(trial.target.adapter.layers)
     if first is None:
         return []
@@ -169,7 +169,7 @@ def _looked_up(trial: Trial, shape: tuple[int, ...]) -> list[mx.array]:
 
 
 def _layers(trial: Trial) -> None:
-    """The adapter's layers are all that the model calls, in the order in which it calls them."""
+    """The adapter's layers are all of the model's, in the order in which it calls them."""
     layers, model_pass = trial.target.adapter.layers, trial.one
     order = {id(call.module): i for i, call in reversed(list(enumerate(model_pass.calls)))}
     for i, layer in enumerate(layers):
@@ -191,9 +191,9 @@ def _layers(trial: Trial) -> None:
 
 
 def _is_missing_layer(call: Call, trial: Trial) -> bool:
-    """Whether a module that is not listed is called where layers are, and is of their kind.
+    """Whether an unlisted module is called where layers are, and is of their kind.
 
-    Of their kind is what stands in one list with them, is of the same class, or is given a cache.
+    Of their kind is what is in one list with them, is of the same class, or is given a cache.
     """
     layers = trial.target.adapter.layers
     listed = {id(layer) for layer in layers}
@@ -213,7 +213,7 @@ def _is_missing_layer(call: Call, trial: Trial) -> bool:
 
 
 def _features(trial: Trial) -> None:
-    """feature() of each layer is one of the hidden states that this layer returned, in the model's own pass too."""
+    """feature() of each layer is one of the hidden states that the layer returned, also in the model's own pass."""
     target = trial.target
     _, features = trial.adapted
     shape = (*trial.one.tokens.shape, target.hidden_size)
@@ -253,7 +253,7 @@ def _head(trial: Trial) -> None:
 
 
 def _rewinds(trial: Trial) -> None:
-    """Verify blocks of which some tokens are rejected, and compare with a cache that is fed the accepted ones only."""
+    """Verify blocks, reject some of their tokens, and compare with a cache that is fed only the accepted ones."""
     target = trial.target
     chance = random.Random(trial.seed)
     rewound, fed = (target.make_cache(**trial.cache_options) for _ in range(2))
@@ -282,7 +282,7 @@ def _rewinds(trial: Trial) -> None:
 
 
 TREE = (-1, 0, 1, 2, -1, 4, 5, 4, 7, 1)
-"""Parents of a tree whose rows are far from their depths: branches at the anchor and below it, up to four deep."""
+"""Parents of a tree whose rows are far from their depths: branches at the anchor and after it, up to four deep."""
 
 
 def tree_equals_its_paths(trial: Trial) -> None:
@@ -310,7 +310,7 @@ TRIAL: dict[str, Callable[[Trial], None]] = {
     "head(backbone(x)) equals model(x)": _head,
     "rejected tokens leave no trace": _rewinds,
 }
-"""Checks that take a few passes, in order; each raises what it finds. Without the first, none of the others can run."""
+"""Checks that take a few passes, in order; each raises what it finds. The others depend on the first."""
 
 
 def first_difference(target: "LoadedTargetModel") -> str | None:
@@ -323,12 +323,12 @@ def first_difference(target: "LoadedTargetModel") -> str | None:
 
 
 def tree_difference(target: "LoadedTargetModel") -> str:
-    """What a tree of drafts changes where it should not; empty if nothing."""
+    """What a tree of drafts changes that it should not; empty if nothing."""
     return run(tree_equals_its_paths, Trial(target)).rstrip(".")
 
 
 def run(check: Callable[[Any], None], trial: Any) -> str:
-    """What ``check`` finds, in one line; empty if nothing. Whatever a stranger's model raises is a finding."""
+    """What ``check`` finds, in one line; empty if nothing. Any error of the model's own code is a finding."""
     try:
         check(trial)
     except Exception as error:
@@ -339,5 +339,5 @@ def run(check: Callable[[Any], None], trial: Any) -> str:
 
 
 def passes(rounds: int = 6) -> int:
-    """Forward passes that the trial of a generic adapter takes: two for its scale, three whole, two for each round."""
+    """Forward passes in the trial of a generic adapter: two for its scale, three whole ones, two per round."""
     return 2 + 3 + 2 * rounds

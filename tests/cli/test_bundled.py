@@ -130,7 +130,7 @@ def test_a_drafter_alone_gets_the_bundled_target_if_it_was_trained_for_that_one(
         (PAIR / "drafter", IncompatibleModelsError, "give both, or neither"),  # does not say what it was trained for
         ("mtp", IncompatibleModelsError, "give both, or neither"),
         ("./nope", CheckpointError, "No checkpoint folder at './nope'"),
-        ("run/nope", CheckpointError, "There is no folder 'run/nope'; beside a drafter of the hub"),
+        ("run/nope", CheckpointError, "There is no folder 'run/nope'; with a drafter of the hub"),
     ):
         for load in (DFlashSpeculativeDecoder.from_pretrained, loading.load_decoder):
             with pytest.raises(error) as refusal:

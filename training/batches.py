@@ -1,7 +1,4 @@
-"""The batches of a run: which sequences and which anchors, as a function of the batch's number.
-
-Knows token sequences and lengths. Must not know models, losses or files.
-"""
+"""The batches of a run: which sequences and which anchors, as a function of the batch's number."""
 
 import logging
 

@@ -1,7 +1,4 @@
-"""What listens to a run: every line of its log, as it is written.
-
-Knows names and log lines. Must not know how a run is made.
-"""
+"""What listens to a run: every line of its log, as it is written."""
 
 import logging
 import sys

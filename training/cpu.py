@@ -1,10 +1,8 @@
-"""A target's passes in training, quicker on a CPU: the layers of LLaMA and Qwen with the maths of ``cpu_math``.
+"""A faster pass of the target on a CPU, for training: the layers of LLaMA and Qwen with the maths of ``cpu_math``.
 
-Knows the decoder layers of a few families of mlx-lm, and how an adapter lets somebody else call them. Must not know
-data, drafters or losses. Decoding does not use it: there the text must be that of plain mlx-lm to the last bit.
-
-MLX's element-wise operations and attention on a CPU take as long as a small model's matrix products. On other
-devices, and for other families, the target's own pass is used.
+On a CPU, MLX's element-wise operations and attention take as long as a small model's matrix products. On other
+devices, and for other families, the target's own pass is used. Decoding never uses these layers: its text must equal
+plain mlx-lm's to the last bit.
 
 Shapes: B batch, L length, S keys, H query heads, K key-value heads, G query heads a key-value head, D head size,
 E hidden size, F feature size, V vocabulary.
@@ -36,19 +34,19 @@ def forward_hidden(
 
 
 def model_to_write_with(target: LoadedTargetModel) -> nn.Module:
-    """The target's model for mlx-lm's batched generation, or one that computes the same by quick layers."""
+    """The target's model for mlx-lm's batched generation, or an equivalent with quick layers."""
     return _QuickModel(target) if has_quick_layers(target) else target.model
 
 
 def has_quick_layers(target: LoadedTargetModel) -> bool:
-    """Whether this module can make the target's passes quicker here: on a CPU and in float32, its usual type there."""
+    """Whether this module speeds up the target: on a CPU, in float32, for a known family."""
     return on_cpu() and all(
         type(layer) in FAMILIES and layer.input_layernorm.weight.dtype == mx.float32 for layer in target.adapter.layers
     )
 
 
 class _QuickModel(nn.Module):
-    """What mlx-lm's generation asks of a model. The target is no part of its parameters."""
+    """What mlx-lm's generation needs of a model. The target is not among its parameters."""
 
     def __init__(self, target: LoadedTargetModel):
         super().__init__()
@@ -69,7 +67,7 @@ class _QuickModel(nn.Module):
 
 
 class _QuickLayers:
-    """Takes the calls of an adapter's layers."""
+    """Computes an adapter's layers in place of mlx-lm."""
 
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
         return decoder_layer(layer, *args, **kwargs)

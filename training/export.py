@@ -1,7 +1,4 @@
-"""From a run folder to a drafter in the published format, with a model card; and to the hub if asked.
-
-Knows checkpoints, the card's text and how the hub is called. Must not know how a drafter is trained.
-"""
+"""From a run folder to a drafter in the published format, with a model card; and to the hub if asked."""
 
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the frozen target makes of a dataset, on disk: computed once, read in every epoch.
 
-Knows the frozen target, files, and sequences by their number in the dataset. Must not know drafters or losses.
-
     manifest.json         what is cached, written before the first file
     000000.safetensors    for each shard of the dataset a file, whole or not there: `{number}.features [L, F]`
                           of every sequence that can be trained on and, for KL, `{number}.hidden [L, E]`

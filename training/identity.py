@@ -1,7 +1,4 @@
-"""Records what a folder was started with, and refuses to continue it with anything else.
-
-Knows plain data. Must not know what any setting means.
-"""
+"""Records what a folder was started with, and refuses to continue it with anything else."""
 
 from collections.abc import Collection
 from pathlib import Path

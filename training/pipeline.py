@@ -1,7 +1,5 @@
 """From nothing but a target to its drafter: requests, responses, a recipe, training, export, one after the other.
 
-Knows the stages, where each leaves its files, and how long it will about take. Must not know how a stage works.
-
     prompts.jsonl    requests that the target made up, unless there are prompts
     data/            the target's responses to them
     recipe.yaml      what is trained; it may be edited before training

@@ -1,7 +1,4 @@
-"""What one training run is made of: a dataclass for each part, checked before any model loads.
-
-Knows names, defaults, meanings and which values go together. Must not know how anything is done.
-"""
+"""What one training run is made of: a dataclass for each part, checked before any model loads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

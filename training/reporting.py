@@ -1,7 +1,5 @@
 """A run's log in Weights & Biases, SwanLab or TensorBoard: callbacks of these names, where the package is installed.
 
-Knows log lines and mlx-lm's reporting callbacks. Must not know how a run is made.
-
     run: {callbacks: [wandb, tensorboard]}
 
 Weights & Biases and SwanLab are told through mlx-lm's own callbacks (:mod:`mlx_lm.tuner.callbacks`), by mlx-lm's names,

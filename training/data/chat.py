@@ -1,7 +1,5 @@
 """Conversations as token ids, with a loss mask over the tokens of their responses.
 
-Knows chat templates and tokenizers through a target. Must not know files, splits or how responses are written.
-
 A response is found in the rendered text by rendering once more with a mark in its place: what differs is the
 response, and it must consist of the response's own characters. This holds for templates that trim, that drop the
 thinking of earlier turns or that add an empty thought.

@@ -1,7 +1,5 @@
 """A dataset on disk: shards, the manifest that describes them, and the checks at opening.
 
-Knows files and what identifies a target. Must not know prompts, chat templates or training.
-
     plan.json                     what is to be made, written before the first shard
     shards/000000.safetensors     `tokens`, `loss_mask`, `lengths` of sequences, and a `digest` of how each begins
     shards/000000.jsonl           the same sequences as text, one a line: {"messages": [...], ...}

@@ -1,7 +1,4 @@
-"""Several datasets of one target as one, such as greedy responses and sampled ones, or two machines' work.
-
-Knows what a finished dataset consists of. Must not know prompts, models or training.
-"""
+"""Several datasets of one target as one, such as greedy responses and sampled ones, or two machines' work."""
 
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Which token can stand for "not yet drafted": one that no text uses.
 
-Knows a target's tokenizer and the tokens of a dataset. Must not know drafters, recipes or files.
-
 A drafter reads the mask's embedding at every position that it drafts. A token that also occurs in text would mean two
 things at once, and the drafter learns that only as lost acceptance.
 """

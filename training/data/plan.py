@@ -1,7 +1,4 @@
-"""What goes into a dataset, decided before the target writes a word.
-
-Knows settings, conversations and their tokens. Must not know files, or how responses are written.
-"""
+"""What goes into a dataset, decided before the target writes a word."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

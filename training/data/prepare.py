@@ -1,7 +1,5 @@
 """A training dataset: every conversation as tokens, its response written by the target, in resumable shards.
 
-Knows the order of the work and what makes it repeatable. Must not know the command line or file formats.
-
 The settings, the conversations and the target decide which conversation goes into which shard, and a shard's
 randomness comes from the seed and the shard alone. All that is written down before the work starts, so a run that
 was killed at any moment continues, without its unfinished shard, to the same bytes. (On the same machine and

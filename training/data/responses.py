@@ -1,7 +1,5 @@
 """Responses that a target writes itself, many at a time.
 
-Knows mlx-lm's batched generation, settings and tokens. Must not know files, or what the requests are about.
-
 Drafts save decoding: one pass over a draft shows how much of it is the target's own greedy choice, and only the rest
 is decoded.
 

@@ -1,7 +1,5 @@
 """Requests that a target makes up itself, so that a drafter needs no data.
 
-Knows chat templates, sampling, and which requests are worth asking. Must not know the command line, or responses.
-
 An instruct model that is given its chat template up to where the user would speak goes on as a user would (Magpie,
 arXiv:2406.08464). The requests are sampled in rounds. A round's randomness comes from the seed and its number alone,
 and whole rounds are added to the file, so that a killed run continues to the same bytes.

@@ -1,7 +1,5 @@
 """Token sequences with a loss mask, and how they are put into batches.
 
-Knows token ids, masks and lengths. Must not know words, models or losses.
-
 A sequence is a whole conversation, prompt first. A batch holds sequences of similar length, padded on the right
 to the longest, so that no sequence ever sees another one; 0.4 % of the bundled target's batches is padding.
 

@@ -1,7 +1,5 @@
 """Which conversations are held out for evaluation: a rule over digests, applied when a dataset is opened.
 
-Knows digests and the rule. Must not know files, targets or tokens.
-
 Since a digest is of the conversation's opening alone, a conversation is on the same side for every target, tokenizer
 and file, conversations that begin alike stay together, and the rule can change without the target writing again.
 """

@@ -1,7 +1,4 @@
-"""A dataset as people read it: its conversations, with what the target wrote.
-
-Knows the text beside the shards. Must not know tokenizers, targets or the command line.
-"""
+"""A dataset as people read it: its conversations, with what the target wrote."""
 
 import json
 from collections.abc import Iterator

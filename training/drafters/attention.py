@@ -1,7 +1,5 @@
 """Attention of many drafter blocks to the contexts of their sequences, without a dense mask over everything.
 
-Knows arrays. Must not know models.
-
 Each block sees the features of its own sequence before its anchor, and itself; no block sees another one.
 As one masked attention over `[context, all blocks]` that computes `A * B * (S + A * B)` scores a sequence
 and head, most of them only to be masked. Here it is at most `A * B * (S + B)`: scores against the context, which

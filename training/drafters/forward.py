@@ -1,7 +1,5 @@
 """The drafter's own layers over many blocks a sequence, in one pass over the frozen target's features.
 
-Knows the drafter model. Must not know losses, any one target architecture, or how a block is decoded.
-
 Shapes: N sequences, S sequence length, A anchors a sequence, B positions of a block, E hidden size, F feature size.
 """
 

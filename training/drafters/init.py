@@ -1,7 +1,4 @@
-"""The drafter that a run trains: a new one for its target, or one that exists already.
-
-Knows a target's config and tokenizer, and drafter kinds. Must not know data, losses or how a drafter is trained.
-"""
+"""The drafter that a run trains: a new one for its target, or one that exists already."""
 
 import dataclasses
 import logging

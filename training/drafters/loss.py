@@ -1,8 +1,5 @@
 """The loss of a batch: hidden states of all its blocks, what they should predict, and the mean, a chunk at a time.
 
-Knows how forward, targets and objective fit together. Must not know any one target architecture, files, or how
-a block is decoded.
-
 Shapes: N sequences, S sequence length, A anchors a sequence, B block size, F feature size, E hidden size,
 T predictions that count, C predictions of a chunk, V vocabulary: the part that the drafter knows.
 """

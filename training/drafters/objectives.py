@@ -1,7 +1,5 @@
 """What a drafter is trained for: functions from predictions to losses, by name.
 
-Knows logits and tokens. Must not know models, batches or how losses are averaged.
-
 Add one with :func:`register_objective`; recipes choose it as ``objective.kind`` and pass it ``objective.options``.
 
 Shapes: T predictions, V vocabulary.

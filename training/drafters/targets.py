@@ -1,7 +1,5 @@
 """Which blocks of a sequence the drafter is trained on, and what each position of a block should predict.
 
-Knows token ids and which the target wrote. Must not know models.
-
 An anchor at `a` stands for a decoding step in which the tokens before `a` are committed with their
 features and token `a` is the last one committed. Its block is `[token a, mask, mask, ...]`; position `i`
 predicts token `a + i`.

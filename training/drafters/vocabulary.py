@@ -1,7 +1,4 @@
-"""Which tokens a drafter of a part of the vocabulary knows.
-
-Knows token ids and which the target wrote. Must not know drafters or files.
-"""
+"""Which tokens a drafter of a part of the vocabulary knows."""
 
 import logging
 from collections.abc import Collection

@@ -1,7 +1,4 @@
-"""How fast a run is, how long it still takes, and the bar that says so.
-
-Knows time, tokens and memory. Must not know what is trained.
-"""
+"""How fast a run is, how long it still takes, and the bar that says so."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -1,13 +1,12 @@
-"""Data parallel training: which batches of a step are this process's, and what the processes tell each other.
+"""Data-parallel training: the batches of each process, and what the processes exchange through ``mx.distributed``.
 
-Knows ``mx.distributed`` (started by ``mlx.launch``). Must not know models or losses. One process alone is a
-group of one, and nothing is sent.
+A single process is a group of one and sends nothing.
 
-A process that dies ends the others. The ring backend raises an error when a connection is closed; other
-backends, and the ring where a machine just falls silent, wait forever. So every exchange has a time limit: since the
-processes do equal work, ``timeout`` seconds, twice this process's own time since the exchange before, and what a slow
-disk or link needs for rank 0's files and what is sent. Past that the process ends itself, for nothing can wake a
-thread that waits in MLX: such a run goes on from its last regular checkpoint.
+When a process dies, the others end too. The ring backend raises an error when a connection closes; other backends, and
+the ring if a machine falls silent, wait forever. So every exchange has a time limit. Since all processes do equal work,
+it is ``timeout`` seconds, plus twice this process's own time since the previous exchange, plus the time that a slow
+disk or link needs for rank 0's files and the data sent. After that the process ends itself, because nothing can wake a
+thread that waits in MLX; the run continues from its last regular checkpoint.
 """
 
 import os

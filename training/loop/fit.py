@@ -1,8 +1,4 @@
-"""The training loop: batches in, weights out, and the same weights whether or not it was interrupted.
-
-Knows a model, a loss and batches by their number. Must not know what is learned: target and drafter train
-through this one loop.
-"""
+"""The training loop: batches in, weights out, and the same weights whether or not it was interrupted."""
 
 import logging
 import math

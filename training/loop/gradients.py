@@ -1,7 +1,4 @@
-"""Loss and gradients of several batches, side by side on a CPU and one wave after the other.
-
-Knows a model, a loss and batches. Must not know optimisers or what is learned.
-"""
+"""Loss and gradients of several batches, side by side on a CPU and one wave after the other."""
 
 import copy
 import threading

@@ -1,7 +1,4 @@
-"""Ctrl-C, or a request to terminate, at a moment of the program's own choosing.
-
-Knows signals. Must not know what is interrupted.
-"""
+"""Ctrl-C, or a request to terminate, at a moment of the program's own choosing."""
 
 import logging
 import signal

@@ -1,7 +1,4 @@
-"""What a run continues from and what it leaves behind: checkpoints, evaluations, the log, the time left.
-
-Knows when each is due and who writes it. Must not know how a step is made.
-"""
+"""What a run continues from and what it leaves behind: checkpoints, evaluations, the log, the time left."""
 
 import logging
 import math

@@ -1,6 +1,6 @@
 """What a run leaves in its folder: where to continue, its best weights, its log.
 
-Knows file names and formats; each file is whole or not there. Must not know how a step is made.
+Each file is either complete or absent.
 
 ``state.safetensors``         the last checkpoint: weights, optimiser state and, in its metadata, the steps done,
                               the length of the run and the recent losses

@@ -1,7 +1,4 @@
-"""How long the loop runs and how often it reports: the one home of settings that every run has.
-
-Knows names, defaults and limits. Must not know what is trained.
-"""
+"""How long the loop runs and how often it reports: the one home of settings that every run has."""
 
 from dataclasses import dataclass, field
 

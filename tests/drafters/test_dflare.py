@@ -1,7 +1,5 @@
 """DFlare against the NumPy reference: drafts, acceptance and tokens; its files, its loss and how a new one starts."""
 
-import json
-from dataclasses import asdict
 from functools import partial
 
 import mlx.core as mx
@@ -10,8 +8,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from support import dense_loss, packagings, reference
-from support.agreement import assert_same_blocks, features_of, feed_in_pieces, numpy_weights, prompt_of
+from support.agreement import assert_same_blocks, context_of, pair_of
 from support.models import HIDDEN, draft_config, qwen3_model, random_drafter, randomize
+from support.packagings import FULL, SLIDING
 
 from dflash import LoadedTargetModel, load_drafter, save_drafter
 from dflash.core.errors import TrainingError
@@ -22,7 +21,6 @@ from dflash.training.drafters.objectives import ObjectiveSettings
 from dflash.training.loop.optimizer import is_inner_matrix
 from dflash.training.recipe import DrafterShape
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 VARIANTS = {
     "full": {},
     "three layers, window": {"num_hidden_layers": 3, "layer_types": (SLIDING, FULL, SLIDING), "sliding_window": 6},
@@ -53,40 +51,32 @@ def random_dflare(seed: int, vocab: int, **changes) -> QwenDFlareDraftModel:
 
 
 def pair(seed: int, vocab: int, **changes):
-    model = qwen3_model(seed, vocab, tied=seed % 2 == 0)
-    target, drafter = LoadedTargetModel(model), random_dflare(seed, vocab, **changes)
-    drafter.bind(target)
-    dense_target = reference.DenseTarget(numpy_weights(model), asdict(model.args))
-    return target, drafter, dense_target, DenseDFlare(numpy_weights(drafter), asdict(drafter.config), dense_target)
+    return pair_of(random_dflare(seed, vocab, **changes), DenseDFlare, seed, vocab)
 
 
 @pytest.mark.parametrize("context", [1, 7, 45])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_draft_logits_follow_the_formulas_at_any_context_length(variant, context):
-    target, drafter, dense_target, dense = pair(1, 24, **VARIANTS[variant])
-    tokens = prompt_of(context, 24)
-    features, cache = features_of(dense_target, drafter, tokens), feed_in_pieces(target, drafter, tokens)
-    proposal = drafter.propose(mx.array([[5]]), 7, cache)
-    np.testing.assert_allclose(np.array(proposal.logits[0]), dense.logits(features, 5), atol=1e-3, rtol=1e-4)
+    both = pair(1, 24, **VARIANTS[variant])
+    features, cache = context_of(both, context)
+    proposal = both.drafter.propose(mx.array([[5]]), 7, cache)
+    np.testing.assert_allclose(np.array(proposal.logits[0]), both.dense.logits(features, 5), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("variant", "prompt", "seed"), [("full", 7, 7), ("three layers, window", 17, 3)])
 def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, prompt, seed):
-    assert_same_blocks(pair(seed, 4, **VARIANTS[variant]), prompt_of(prompt, 4), 48, 8)
+    assert_same_blocks(pair(seed, 4, **VARIANTS[variant]), prompt, 48)
 
 
 def test_published_files_load_by_their_names_and_what_is_saved_loads_bit_equal(tmp_path):
     drafter = random_dflare(3, packagings.VOCAB)
-    config = json.loads(json.dumps(drafter.config.to_dict())) | {"architectures": ["QwenDFlareDraftModel"]}
-    folder = packagings.write(tmp_path / "published", config, dict(tree_flatten(drafter.parameters())))
+    config, weights = packagings.published(drafter)
+    folder = packagings.write(tmp_path / "published", config | {"architectures": ["QwenDFlareDraftModel"]}, weights)
     loaded = load_drafter(folder)
     assert type(loaded) is QwenDFlareDraftModel
     assert "fc" not in loaded
-    drafts = packagings.logits(folder)
-    save_drafter(loaded, tmp_path / "again", mx.float32)
-    np.testing.assert_array_equal(packagings.logits(tmp_path / "again"), drafts)
-    written = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert written["architectures"] == ["QwenDFlareDraftModel"]
+    packagings.assert_same_drafts(loaded, drafter)
+    assert packagings.assert_saved(loaded, tmp_path / "again")["architectures"] == ["QwenDFlareDraftModel"]
 
 
 # --- training ---------------------------------------------------------------------------------------------

@@ -1,24 +1,25 @@
-"""The package against the NumPy reference: the same drafts, the same acceptance, the same tokens.
+"""The package against the NumPy reference: the same drafts, acceptance and tokens.
 
-Random drafters are rarely right, so vocabularies are tiny here: a draft is right by accident often enough
-for blocks of many lengths, and each test checks that they occurred.
+Random drafters are rarely right. So vocabularies are tiny here: drafts are right by accident often enough for blocks of
+many lengths, and each test checks that they occurred.
 """
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
+from itertools import combinations
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support import reference
-from support.agreement import assert_same_blocks, features_of, feed_in_pieces, numpy_weights, prompt_of
+from support.agreement import assert_same_blocks, context_of, pair_of, prompt_of
 from support.models import HIDDEN, qwen3_model, random_drafter
+from support.packagings import FULL, SLIDING
+from support.reference import DenseDrafter
 
-from dflash import DFlashConfig, LoadedTargetModel
+from dflash import LoadedTargetModel
 from dflash.adapters.conformance import small_models
 from dflash.target.identity import target_fingerprint
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -28,18 +29,9 @@ LLAMA3 = {
 }
 
 
-def flat(config: DFlashConfig) -> dict:
-    return asdict(config)
-
-
 def pair(seed: int, vocab: int, target_changes=None, **draft_changes):
-    """The same target and drafter twice: for the package and for the reference."""
-    model = qwen3_model(seed, vocab, tied=seed % 2 == 0, **(target_changes or {}))
-    target, drafter = LoadedTargetModel(model), random_drafter(seed, vocab, **draft_changes)
-    drafter.bind(target)
-    dense_target = reference.DenseTarget(numpy_weights(model), asdict(model.args))
-    dense_drafter = reference.DenseDrafter(numpy_weights(drafter), flat(drafter.config), dense_target)
-    return target, drafter, dense_target, dense_drafter
+    drafter = random_drafter(seed, vocab, **draft_changes)
+    return pair_of(drafter, DenseDrafter, seed, vocab, **(target_changes or {}))
 
 
 VARIANTS = {
@@ -63,14 +55,12 @@ VARIANTS = {
 @pytest.mark.parametrize("context", [1, 2, 7, 16, 45])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_draft_logits_follow_the_formulas_at_any_context_length(variant, context):
-    """Through the caches: the context arrives in uneven pieces, with proposals in between."""
-    target, drafter, dense_target, dense_drafter = pair(1, 24, **VARIANTS[variant])
-    tokens = prompt_of(context, 24)
-    features, cache = features_of(dense_target, drafter, tokens), feed_in_pieces(target, drafter, tokens)
+    both = pair(1, 24, **VARIANTS[variant])
+    drafter, (features, cache) = both.drafter, context_of(both, context)
     assert cache.offset == context
     length = drafter.block_size - 1
     proposal = drafter.propose(mx.array([[5]]), length, cache)
-    expected = dense_drafter.logits(features, 5)
+    expected = both.dense.logits(features, 5)
     np.testing.assert_allclose(np.array(proposal.logits[0]), expected, atol=1e-4, rtol=1e-4)
     assert proposal.tokens.shape == (1, length)
     short = drafter.propose(mx.array([[5]]), 2, cache)
@@ -80,21 +70,18 @@ def test_draft_logits_follow_the_formulas_at_any_context_length(variant, context
 def test_variants_differ_so_that_the_comparison_can_tell_them_apart():
     drafts = {}
     for name in ("full", "sliding", "causal full", "bidirectional sliding", "biases", "rope linear", "rope llama3"):
-        _, drafter, dense_target, dense_drafter = pair(1, 24, **VARIANTS[name])
-        drafts[name] = dense_drafter.logits(features_of(dense_target, drafter, prompt_of(45, 24)), 5)
-    names = list(drafts)
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
-            assert np.abs(drafts[a] - drafts[b]).max() > 0.05, (a, b)
+        both = pair(1, 24, **VARIANTS[name])
+        drafts[name] = both.dense.logits(context_of(both, 45)[0], 5)
+    for a, b in combinations(drafts, 2):
+        assert np.abs(drafts[a] - drafts[b]).max() > 0.05, (a, b)
 
 
 @pytest.mark.parametrize("kind", ["plain", "llama3"])
 def test_target_features_and_logits_follow_the_formulas(kind):
-    changes = {} if kind == "plain" else {"rope_scaling": LLAMA3}
-    target, _, dense_target, _ = pair(2, 24, target_changes=changes)
+    both = pair(2, 24, target_changes={} if kind == "plain" else {"rope_scaling": LLAMA3})
     tokens = prompt_of(40, 24)
-    logits, features = target.forward_with_hidden_states(mx.array([tokens]), None, (2, 0, 3))
-    expected_logits, outputs = dense_target(tokens)
+    logits, features = both.target.forward_with_hidden_states(mx.array([tokens]), None, (2, 0, 3))
+    expected_logits, outputs = both.dense_target(tokens)
     np.testing.assert_allclose(np.array(logits[0]), expected_logits, atol=2e-4, rtol=1e-4)
     expected = np.concatenate([outputs[i] for i in (2, 0, 3)], axis=-1)
     np.testing.assert_allclose(np.array(features[0]), expected, atol=2e-4, rtol=1e-4)
@@ -120,20 +107,23 @@ DECODING = [
 
 @pytest.mark.parametrize(("variant", "trained", "used", "prompt", "seed"), DECODING)
 def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, trained, used, prompt, seed):
-    both = pair(seed, 4, **(VARIANTS[variant] | {"block_size": trained}))
-    assert_same_blocks(both, prompt_of(prompt, 4), 64, used)
+    assert_same_blocks(pair(seed, 4, **(VARIANTS[variant] | {"block_size": trained})), prompt, 64, used)
+
+
+def drafter_for(target: LoadedTargetModel, **changes):
+    shape = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers, "target_layer_ids": (0,)}
+    drafter = random_drafter(3, target.vocab_size, **shape, **changes)
+    drafter.bind(target)
+    return drafter
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", "gemma2"])
 def test_embeddings_are_scaled_as_the_target_scales_them(architecture):
-    """A published Gemma drafter says nothing of the factor that Gemma's backbone applies: sqrt(hidden size)."""
-    target = LoadedTargetModel(small_models.build(architecture))
-    shape = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers, "target_layer_ids": (0,)}
-    tokens = mx.array([[3, 7]])
+    """A published Gemma drafter does not name the factor that Gemma's backbone applies: sqrt(hidden size)."""
+    target, tokens = LoadedTargetModel(small_models.build(architecture)), mx.array([[3, 7]])
     scaled = np.array(target.embed(tokens)) * target.hidden_size**0.5
     for factor in (1.0, 0.5):
-        drafter = random_drafter(3, target.vocab_size, **shape, input_embedding_scale=factor)
-        drafter.bind(target)
+        drafter = drafter_for(target, input_embedding_scale=factor)
         np.testing.assert_allclose(np.array(drafter.embed(tokens)), scaled * factor, rtol=1e-5)
 
 
@@ -141,11 +131,7 @@ def test_what_the_head_of_a_muse_target_does_is_not_done_twice():
     """Published drafters of Muse name the multiplier, rounded, and the cap that mlx-lm's model applies by itself."""
     model = small_models.build("muse_glimmer")
     target, factor, cap = LoadedTargetModel(model), model.args.output_multiplier, model.args.final_logit_softcapping
-    shape = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers, "target_layer_ids": (0,)}
-    drafter = random_drafter(
-        3, target.vocab_size, **shape, output_multiplier=round(factor, 9), final_logit_softcapping=cap
-    )
-    drafter.bind(target)
+    drafter = drafter_for(target, output_multiplier=round(factor, 9), final_logit_softcapping=cap)
     hidden = mx.random.normal((1, 3, target.hidden_size), key=mx.random.key(1))
     raw = model.lm_head(hidden) if "lm_head" in model else model.model.embed_tokens.as_linear(hidden)
     assert mx.allclose(drafter.head(hidden), cap * mx.tanh(factor * raw / cap), atol=1e-5)
@@ -157,9 +143,7 @@ def test_what_the_head_of_a_muse_target_does_is_not_done_twice():
 def test_a_soft_cap_that_the_targets_head_has_is_not_applied_twice(cap):
     target = LoadedTargetModel(small_models.build("gemma2"))
     target.adapter.config.final_logit_softcapping = 5.0
-    shape = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers, "target_layer_ids": (0,)}
-    drafter = random_drafter(3, target.vocab_size, **shape, final_logit_softcapping=cap)
-    drafter.bind(target)
+    drafter = drafter_for(target, final_logit_softcapping=cap)
     hidden = 3 * mx.random.normal((1, 4, target.hidden_size), key=mx.random.key(0))
     raw = np.array(target.adapter.embedding.as_linear(hidden))
     np.testing.assert_allclose(np.array(drafter.head(hidden)), 5 * np.tanh(raw / 5), rtol=1e-4, atol=1e-4)

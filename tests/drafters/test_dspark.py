@@ -1,33 +1,28 @@
 """DSpark against the NumPy reference: the same drafts, confidences, acceptance and tokens, and exact sampling."""
 
-import json
 from dataclasses import asdict
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from support import packagings, reference
 from support.agreement import (
+    KNOWN,
     assert_pairs_are_exact,
     assert_same_blocks,
-    features_of,
-    feed_in_pieces,
+    context_of,
     numpy_weights,
-    prompt_of,
+    pair_of,
 )
-from support.errors import refused
-from support.models import HIDDEN, draft_config, qwen3_model, randomize
+from support.models import draft_config, randomize
+from support.packagings import FULL, SLIDING
 from support.reference_dspark import DenseDSpark
 
-from dflash import LoadedTargetModel, load_drafter, save_drafter
-from dflash.core.errors import CheckpointError
+from dflash import load_drafter, save_drafter
 from dflash.decoding.sampling import DrawingSampler
 from dflash.drafters.dspark import DSparkConfig, DSparkDraftModel
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 VOCAB = 24
-KNOWN = [1, 2, 3, 5, 8, 13, 21]
 
 VARIANTS = {
     "vanilla": {},
@@ -48,35 +43,23 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def dspark_config(vocab: int = VOCAB, **changes) -> DSparkConfig:
-    own = {"markov_rank": 6, "sample_from_anchor": True}
-    return DSparkConfig(**{**vars(draft_config(vocab)), **own, **changes})
-
-
-def random_dspark(seed: int, vocab: int = VOCAB, own_head: bool = True, **changes) -> DSparkDraftModel:
-    model = DSparkDraftModel(dspark_config(vocab, **changes))
+def random_dspark(seed: int, vocab: int = VOCAB, known: list[int] = KNOWN, **changes) -> DSparkDraftModel:
+    values = {**vars(draft_config(vocab)), "markov_rank": 6, "sample_from_anchor": True, **changes}
+    model = DSparkDraftModel(DSparkConfig(**values))
     if model.config.draft_vocab_size:
-        model.reduce_vocabulary(mx.array(KNOWN), own_head)
+        model.reduce_vocabulary(mx.array(known), own_head=True)
     return randomize(model, seed, scale=2.0)
 
 
 def pair(seed: int, vocab: int = VOCAB, **changes):
-    """The same target and drafter twice: for the package and for the reference."""
-    model = qwen3_model(seed, vocab, tied=seed % 2 == 0)
-    target, drafter = LoadedTargetModel(model), random_dspark(seed, vocab, **changes)
-    drafter.bind(target)
-    dense_target = reference.DenseTarget(numpy_weights(model), asdict(model.args))
-    dense = DenseDSpark(numpy_weights(drafter), asdict(drafter.config), dense_target)
-    dense.known = KNOWN if drafter.config.draft_vocab_size else None
-    return target, drafter, dense_target, dense
+    return pair_of(random_dspark(seed, vocab, **changes), DenseDSpark, seed, vocab)
 
 
 @pytest.mark.parametrize("context", [1, 7, 45])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_follow_the_formulas_at_any_context_length(variant, context):
-    target, drafter, dense_target, dense = pair(1, **VARIANTS[variant])
-    tokens = prompt_of(context, VOCAB)
-    features, cache = features_of(dense_target, drafter, tokens), feed_in_pieces(target, drafter, tokens)
+    both = pair(1, **VARIANTS[variant])
+    drafter, dense, (features, cache) = both.drafter, both.dense, context_of(both, context)
     length = drafter.block_size - 1
     assert length == 8 - (not drafter.config.sample_from_anchor)
     proposal, expected = drafter.propose(mx.array([[5]]), length, cache), dense.drafts(features, 5)
@@ -93,20 +76,16 @@ def test_drafts_follow_the_formulas_at_any_context_length(variant, context):
 
 
 @pytest.mark.parametrize("variant", ["vanilla", "gated, causal window", "rnn, window, not causal"])
-def test_drawn_tokens_take_the_place_of_the_best_and_their_distribution_is_told(variant):
-    target, drafter, dense_target, dense = pair(1, **VARIANTS[variant])
-    tokens = prompt_of(9, VOCAB)
-    cache, sampler = drafter.make_cache(), DrawingSampler(5.0, top_k=9)
-    _, features = target.forward_with_hidden_states(mx.array([tokens]), None, drafter.target_layer_ids)
-    drafter.extend_context(features, cache, mx.array([tokens]))
+def test_sampled_tokens_take_the_place_of_the_best_and_their_distribution_is_told(variant):
+    both, sampler = pair(1, **VARIANTS[variant]), DrawingSampler(5.0, top_k=9)
+    features, cache = context_of(both, 9)
     mx.random.seed(1)
-    drawn = drafter.draw(mx.array([[5]]), 8, cache, sampler)
-    dense_features = features_of(dense_target, drafter, tokens)
-    expected = dense.drafts(dense_features, 5, drawn.tokens[0].tolist())
-    assert drawn.tokens[0].tolist() != dense.drafts(dense_features, 5).tokens, "nothing was drawn"
-    np.testing.assert_allclose(np.array(drawn.logits[0]), np.stack(expected.logits), atol=1e-3, rtol=1e-4)
-    assert drawn.acceptance_chances() is None, "the head has read what was drawn"
-    np.testing.assert_array_equal(np.array(drawn.log_q[0]), np.array(sampler.log_distribution(drawn.logits[0])))
+    sampled = both.drafter.draw(mx.array([[5]]), 8, cache, sampler)
+    expected = both.dense.drafts(features, 5, sampled.tokens[0].tolist())
+    assert sampled.tokens[0].tolist() != both.dense.drafts(features, 5).tokens, "nothing was sampled"
+    np.testing.assert_allclose(np.array(sampled.logits[0]), np.stack(expected.logits), atol=1e-3, rtol=1e-4)
+    assert sampled.acceptance_chances() is None, "the head would have read what was sampled"
+    np.testing.assert_array_equal(np.array(sampled.log_q[0]), np.array(sampler.log_distribution(sampled.logits[0])))
 
 
 DECODING = [("vanilla", 7, 3), ("gated, causal window", 17, 7), ("rnn, window, not causal", 40, 1),
@@ -115,23 +94,20 @@ DECODING = [("vanilla", 7, 3), ("gated, causal window", 17, 7), ("rnn, window, n
 
 @pytest.mark.parametrize(("variant", "prompt", "seed"), DECODING)
 def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, prompt, seed):
-    both = pair(seed, 4, **VARIANTS[variant])
-    assert_same_blocks(both, prompt_of(prompt, 4), 48, both[1].block_size)
+    assert_same_blocks(pair(seed, 4, **VARIANTS[variant]), prompt, 48)
 
 
 def test_speculative_sampling_with_markov_drafts_is_exact_over_joint_tokens(monkeypatch):
-    target, drafter, _, _ = pair(3, 4, markov_head_type="rnn")
-    assert_pairs_are_exact(monkeypatch, target, drafter, 6.0, 1.0, 37.7)  # 15 degrees of freedom, 0.1 %
+    both = pair(3, 4, markov_head_type="rnn")
+    assert_pairs_are_exact(monkeypatch, both.target, both.drafter, 6.0, 1.0, 37.7)  # 15 degrees of freedom, 0.1 %
 
 
 # --- packagings -------------------------------------------------------------------------------------------
 
 
 def plain(**changes) -> tuple[dict, dict]:
-    """Config and weights of one drafter as this package publishes them: in SpecForge's packaging."""
-    drafter = random_dspark(3, packagings.VOCAB, **changes)
-    weights = dict(tree_flatten(drafter.parameters()))
-    return json.loads(json.dumps(drafter.config.to_dict())), weights
+    """In SpecForge's packaging, which is also the package's own."""
+    return packagings.published(random_dspark(3, packagings.VOCAB, **changes))
 
 
 def flat(config: dict, **changes) -> dict:
@@ -160,19 +136,6 @@ def speculators(config: dict, **changes) -> dict:
     return packaged | names | changes
 
 
-def drafted(folder) -> list[np.ndarray]:
-    """Everything that a loaded drafter says of a block, over a context that arrives in two pieces."""
-    drafter = load_drafter(folder)
-    assert type(drafter) is DSparkDraftModel
-    drafter.bind(packagings.target())
-    cache = drafter.make_cache()
-    features = mx.random.normal((1, 9, 3 * HIDDEN), key=mx.random.key(7))
-    for piece in (features[:, :4], features[:, 4:]):
-        drafter.extend_context(piece, cache, mx.zeros(piece.shape[:2], mx.int32))
-    proposal = drafter.propose(mx.array([[5]]), drafter.block_size - 1, cache)
-    return [np.array(part) for part in (proposal.tokens, proposal.logits, proposal.confidence)]
-
-
 PACKAGINGS = {
     "DeepSpec": deepspec,
     "SpecForge": lambda c: c,
@@ -190,35 +153,27 @@ PACKAGINGS = {
 @pytest.mark.parametrize("head", ["vanilla", "rnn"])
 @pytest.mark.parametrize("form", PACKAGINGS)
 def test_every_packaging_drafts_the_same(tmp_path, form, head):
-    config, weights = plain(markov_head_type=head)
-    save_drafter(random_dspark(3, packagings.VOCAB, markov_head_type=head), tmp_path / "saved", mx.float32)
+    drafter = random_dspark(3, packagings.VOCAB, markov_head_type=head)
+    config, weights = packagings.published(drafter)
     packaged = packagings.write(tmp_path / "form", PACKAGINGS[form](config), weights)
-    for mine, expected in zip(drafted(packaged), drafted(tmp_path / "saved"), strict=True):
-        np.testing.assert_array_equal(mine, expected)
+    assert type(load_drafter(packaged)) is DSparkDraftModel
+    packagings.assert_same_drafts(packaged, drafter)
 
 
 def test_the_markov_head_has_an_older_name(tmp_path):
     config, weights = plain()
-    older = {name.replace("markov_head.", "logit_head."): weight for name, weight in weights.items()}
+    older = packagings.renamed(weights, lambda name: name.replace("markov_head.", "logit_head."))
     assert older.keys() != weights.keys()
-    of_both = (packagings.write(tmp_path / name, config, w) for name, w in (("new", weights), ("old", older)))
-    for new, old in zip(*map(drafted, of_both), strict=True):
-        np.testing.assert_array_equal(new, old)
+    packagings.assert_same_drafts(
+        packagings.write(tmp_path / "new", config, weights), packagings.write(tmp_path / "old", config, older)
+    )
 
 
 def test_what_is_saved_is_the_published_packaging_and_loads_bit_equal(tmp_path):
-    drafter = random_dspark(3, packagings.VOCAB, markov_head_type="gated")
-    save_drafter(drafter, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = packagings.assert_saved(random_dspark(3, packagings.VOCAB, markov_head_type="gated"), tmp_path)
     assert config["architectures"] == ["DSparkDraftModel"]
     assert config["dflash_config"]["projector_type"] == "dspark"
     assert config["dflash_config"]["markov_rank"] == 6
-    loaded = load_drafter(tmp_path)
-    assert loaded.config == drafter.config
-    for (name, mine), (_, saved) in zip(
-        tree_flatten(loaded.parameters()), tree_flatten(drafter.parameters()), strict=True
-    ):
-        assert mx.array_equal(mine, saved.astype(mx.bfloat16)).item(), name
 
 
 @pytest.mark.parametrize("tables", ["both", "embedding", "copies"])
@@ -242,34 +197,28 @@ def test_tables_of_its_own_are_used_unless_they_are_the_targets(tmp_path, tables
         dense_weights["lm_head.weight"] = np.array(table, np.float64)
     dense_target = reference.DenseTarget(dense_weights, asdict(target.args))
     dense = DenseDSpark(numpy_weights(drafter), asdict(drafter.config), dense_target)
-    features = np.array(mx.random.normal((1, 9, 3 * HIDDEN), key=mx.random.key(7)), np.float64)[0]
-    expected = dense.drafts(features, 5)
-    tokens, logits, confidence = drafted(folder)
-    assert tokens.tolist() == [expected.tokens]
-    np.testing.assert_allclose(logits[0], np.stack(expected.logits), atol=1e-3, rtol=1e-4)
-    np.testing.assert_allclose(confidence[0], expected.confidence, atol=1e-4)
+    expected = dense.drafts(np.array(packagings.features(), np.float64)[0], 5)
     save_drafter(load_drafter(folder), tmp_path / "again", mx.float32)
-    np.testing.assert_array_equal(drafted(tmp_path / "again")[1], logits)
+    proposal = packagings.assert_same_drafts(folder, tmp_path / "again")
+    assert proposal.tokens.tolist() == [expected.tokens]
+    np.testing.assert_allclose(np.array(proposal.logits[0]), np.stack(expected.logits), atol=1e-3, rtol=1e-4)
+    np.testing.assert_allclose(np.array(proposal.confidence[0]), expected.confidence, atol=1e-4)
 
 
 def test_speculators_with_a_reduced_vocabulary_and_an_anchor_of_its_own(tmp_path):
     known = len(packagings.KNOWN)
-    drafter = DSparkDraftModel(dspark_config(packagings.VOCAB, draft_vocab_size=known, sample_from_anchor=False))
-    drafter.reduce_vocabulary(mx.array(packagings.KNOWN), own_head=True)
-    randomize(drafter, 3, scale=2.0)
-    save_drafter(drafter, tmp_path / "saved", mx.float32)
+    changes = {"draft_vocab_size": known, "sample_from_anchor": False}
+    drafter = random_dspark(3, packagings.VOCAB, packagings.KNOWN, **changes)
+    config = packagings.assert_saved(drafter, tmp_path / "saved", mx.float32)
     weights = dict(mx.load(str(tmp_path / "saved" / "model.safetensors")))
-    config = speculators(json.loads((tmp_path / "saved" / "config.json").read_text()), draft_vocab_size=known)
+    config = speculators(config, draft_vocab_size=known)
     config.pop("sample_from_anchor")
     config["speculators_config"]["proposal_methods"] = []
     folder = packagings.write(tmp_path / "form", config, weights)
     assert load_drafter(folder).target_layer_ids == (0, 1, 3)
-    tokens, logits, confidence = drafted(folder)
-    assert tokens.shape == (1, 7)
-    for mine, expected in zip((tokens, logits, confidence), drafted(tmp_path / "saved"), strict=True):
-        np.testing.assert_array_equal(mine, expected)
-    assert logits.shape == (1, 7, known)
-    assert set(tokens[0].tolist()) <= set(packagings.KNOWN)
+    proposal = packagings.assert_same_drafts(folder, drafter)
+    assert proposal.logits.shape == (1, 7, known)
+    assert set(proposal.tokens[0].tolist()) <= set(packagings.KNOWN)
 
 
 REFUSED = {
@@ -292,6 +241,4 @@ def test_what_cannot_be_right_is_refused_by_name(tmp_path, name):
     config, weights = plain()
     weights |= {n: mx.ones((4, 4)) for n, value in tensors.items() if value}
     weights = {n: w for n, w in weights.items() if tensors.get(n, 1)}
-    with pytest.raises(CheckpointError) as error:
-        load_drafter(packagings.write(tmp_path, deepspec(config) | changes, weights))
-    refused(error, *words)
+    packagings.assert_refused(tmp_path, deepspec(config) | changes, weights, *words)

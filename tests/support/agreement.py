@@ -1,10 +1,8 @@
-"""Whether a drafter of the package and the NumPy reference agree: the same weights, prompts, acceptance and tokens.
+"""Whether a drafter of the package and its NumPy reference agree: the same weights, prompts, acceptance and tokens."""
 
-Knows both sides. Must not know any one kind of drafter.
-"""
-
+from dataclasses import asdict
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +15,29 @@ from dflash.decoding.speculative import speculative_sampling
 from dflash.decoding.verify import sample_target
 
 from . import reference
+from .models import qwen3_model
+
+KNOWN = [1, 2, 3, 5, 8, 13, 21]  # the target's ids of a reduced vocabulary
+
+
+class Pair(NamedTuple):
+    """The same target and drafter twice: for the package and for the reference."""
+
+    target: LoadedTargetModel
+    drafter: Any
+    dense_target: reference.DenseTarget
+    dense: Any
+
+
+def pair_of(drafter, dense_drafter: type[reference.DenseDrafter], seed: int, vocab: int, **target_changes) -> Pair:
+    """``drafter``, bound to a target, and its reference; even seeds tie the target's head."""
+    model = qwen3_model(seed, vocab, tied=seed % 2 == 0, **target_changes)
+    target = LoadedTargetModel(model)
+    drafter.bind(target)
+    dense_target = reference.DenseTarget(numpy_weights(model), asdict(model.args))
+    dense = dense_drafter(numpy_weights(drafter), asdict(drafter.config), dense_target)
+    dense.known = KNOWN if drafter.config.draft_vocab_size else None
+    return Pair(target, drafter, dense_target, dense)
 
 
 def numpy_weights(model) -> dict[str, np.ndarray]:
@@ -45,9 +66,16 @@ def feed_in_pieces(target: LoadedTargetModel, drafter, tokens: list[int]) -> Any
     return cache
 
 
-def assert_same_blocks(pair, tokens: list[int], count: int, block_size: int, kinds: int = 3) -> None:
+def context_of(pair: Pair, length: int) -> tuple[np.ndarray, Any]:
+    """The reference's features of a prompt and the drafter's cache after it, fed in pieces."""
+    tokens = prompt_of(length, pair.target.vocab_size)
+    return features_of(pair.dense_target, pair.drafter, tokens), feed_in_pieces(pair.target, pair.drafter, tokens)
+
+
+def assert_same_blocks(pair: Pair, prompt: int, count: int, block_size: int | None = None, kinds: int = 3) -> None:
     """``count`` tokens in the reference's blocks, with at least ``kinds`` different lengths among them."""
     target, drafter, dense_target, dense = pair
+    tokens, block_size = prompt_of(prompt, target.vocab_size), block_size or drafter.block_size
     expected = reference.decode(dense_target, dense, tokens, count, block_size)
     assert len(set(expected.accepted)) >= kinds, "always right or always wrong; the comparison means nothing"
     assert expected.lead > 2e-4, "a near tie: float32 may fall on its other side"

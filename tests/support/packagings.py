@@ -1,18 +1,19 @@
-"""One tiny drafter as every publisher would store it, for the tests of what loads.
-
-The plain form is z-lab's; each helper rewrites its config and weights as another packaging has them.
-"""
+"""A tiny drafter in every published packaging. The plain form is z-lab's; each helper rewrites it as another one."""
 
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
-from dflash import LoadedTargetModel, load_drafter
+from dflash import LoadedTargetModel, Proposal, load_drafter, save_drafter
+from dflash.core.errors import CheckpointError
 from dflash.core.files import flat
 
+from .errors import refused
 from .models import HIDDEN, qwen3_model, random_drafter
 
 VOCAB, BLOCK = 32, 8
@@ -25,10 +26,14 @@ def target(seed: int = 0) -> LoadedTargetModel:
     return LoadedTargetModel(qwen3_model(seed, VOCAB))
 
 
-def plain(**changes) -> tuple[dict, dict]:
-    """The published config and float32 weights of one drafter; equal but for ``changes`` to its config."""
-    drafter = random_drafter(3, VOCAB, **changes)
+def published(drafter) -> tuple[dict, dict]:
+    """The config and float32 weights of a drafter, as this package publishes them."""
     return json.loads(json.dumps(drafter.config.to_dict())), flat(drafter.parameters())
+
+
+def plain(**changes) -> tuple[dict, dict]:
+    """:func:`published` of one drafter; equal but for ``changes`` to its config."""
+    return published(random_drafter(3, VOCAB, **changes))
 
 
 def write(folder: Path, config: dict, weights: dict) -> Path:
@@ -38,24 +43,59 @@ def write(folder: Path, config: dict, weights: dict) -> Path:
     return folder
 
 
-def logits(folder: Path, length: int = BLOCK - 1, context: int = 9) -> np.ndarray:
-    """``[length, V]``, over a context that is longer than the windows here and arrives in two pieces.
+def features(layers: int = 3, context: int = 9) -> mx.array:
+    """``[1, context, F]``, longer than the windows here."""
+    return mx.random.normal((1, context, layers * HIDDEN), key=mx.random.key(7))
 
-    Minus infinity for tokens that the drafter does not know.
-    """
-    drafter = load_drafter(folder)
+
+def proposal(drafter: Any, length: int | None = None) -> Proposal:
+    """A block of a drafter, or of the one in a folder, after a context that arrives in two pieces."""
+    drafter = load_drafter(drafter) if isinstance(drafter, Path) else drafter
     drafter.bind(target())
-    cache = drafter.make_cache()
-    size = len(drafter.target_layer_ids) * HIDDEN
-    features = mx.random.normal((1, context, size), key=mx.random.key(7))
-    for piece in (features[:, :4], features[:, 4:]):
+    cache, context = drafter.make_cache(), features(len(drafter.target_layer_ids))
+    for piece in (context[:, :4], context[:, 4:]):
         drafter.extend_context(piece, cache, mx.zeros(piece.shape[:2], mx.int32))
-    proposal = drafter.propose(mx.array([[5]]), length, cache)
-    if proposal.candidates is None:
-        return np.array(proposal.logits[0])
-    everything = np.full((length, drafter.config.vocab_size), -np.inf, np.float32)
-    np.put_along_axis(everything, np.array(proposal.candidates[0]), np.array(proposal.logits[0]), axis=1)
+    return drafter.propose(mx.array([[5]]), length or drafter.block_size - 1, cache)
+
+
+def logits(drafter: Any, length: int | None = None) -> np.ndarray:
+    """``[length, V]`` of :func:`proposal`; minus infinity for tokens that the drafter does not know."""
+    found = proposal(drafter, length)
+    known = np.array(found.logits[0].astype(mx.float32))
+    if found.candidates is None:
+        return known
+    everything = np.full((len(known), VOCAB), -np.inf, np.float32)
+    np.put_along_axis(everything, np.array(found.candidates[0]), known, axis=1)
     return everything
+
+
+def assert_same_drafts(drafter: Any, other: Any) -> Proposal:
+    """Every array of :func:`proposal` is bit-equal."""
+    mine, theirs = proposal(drafter), proposal(other)
+    for name in ("tokens", "logits", "candidates", "confidence"):
+        arrays = [getattr(found, name) for found in (mine, theirs)]
+        assert (arrays[0] is None) == (arrays[1] is None), name
+        if arrays[0] is not None:
+            np.testing.assert_array_equal(*map(np.array, arrays))
+    return mine
+
+
+def assert_saved(drafter: Any, folder: Path, dtype: mx.Dtype = mx.bfloat16) -> dict:
+    """What is saved in ``dtype`` loads bit-equal; returns its ``config.json``."""
+    save_drafter(drafter, folder, dtype)
+    loaded, weights = load_drafter(folder), flat(drafter.parameters())
+    assert type(loaded) is type(drafter)
+    assert loaded.config == drafter.config
+    for name, weight in flat(loaded.parameters()).items():
+        assert mx.array_equal(weight, weights[name].astype(dtype)).item(), name
+    return json.loads((folder / "config.json").read_text())
+
+
+def assert_refused(folder: Path, config: dict, weights: dict, *words: str) -> None:
+    """Loading raises one line that has all of ``words``."""
+    with pytest.raises(CheckpointError) as error:
+        load_drafter(write(folder, config, weights))
+    refused(error, *words)
 
 
 def inside(config: dict, **values) -> dict:

@@ -1,7 +1,7 @@
-"""DFlash once more, from the formulas alone: dense, slow, float64, NumPy only.
+"""An independent DFlash from the formulas alone: dense, slow, float64, NumPy only.
 
-Knows published weight names and the design's sections on the drafter and on decoding. Shares no code with
-the package: no caches, no chunks, no MLX. Every block starts from token ids and computes everything again.
+It reads published weight names and shares no code with the package: no caches, no chunks, no MLX. Every block starts
+from token ids and computes everything again.
 
 Shapes: L length, S context length, H query heads, K key-value heads, D head size, E hidden size,
 F feature size, V vocabulary.
@@ -106,8 +106,7 @@ class Layer:
         out = [attend(q[h], k[h // group], v[h // group], visible_LS) for h in range(self.heads)]
         return np.concatenate(out, axis=-1) @ self.matrix("self_attn.o_proj").T + self.bias("o")
 
-    def mlp(self, x: np.ndarray) -> np.ndarray:
-        y = self.normed("post_attention_layernorm", x)
+    def mlp(self, y: np.ndarray) -> np.ndarray:
         gate, up = y @ self.matrix("mlp.gate_proj").T, y @ self.matrix("mlp.up_proj").T
         return (silu(gate) * up) @ self.matrix("mlp.down_proj").T
 
@@ -137,13 +136,18 @@ class DenseTarget:
         for layer in self.layers:
             y = layer.normed("input_layernorm", x)
             x = x + layer.attention(layer.queries(y, positions), *layer.keys_values(y, positions), visible)
-            x = x + layer.mlp(x)
+            x = x + layer.mlp(layer.normed("post_attention_layernorm", x))
             outputs.append(x)
         return self.head(rms_norm(x, self.weights["model.norm.weight"], self.eps)), outputs
 
 
 class DenseDrafter:
-    """The drafter of design section 4; ``config`` is its published ``config.json`` as a flat dict."""
+    """A DFlash drafter; ``config`` is its published ``config.json`` as a flat dict.
+
+    ``known`` are the target's ids of a reduced vocabulary, in the drafter's order.
+    """
+
+    known: list[int] | None = None
 
     def __init__(self, weights: Weights, config: Mapping, target: DenseTarget):
         self.weights, self.config, self.target, self.eps = weights, config, target, config["rms_norm_eps"]
@@ -174,31 +178,47 @@ class DenseDrafter:
         hidden = rms_norm(features_SF @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"], self.eps)
         return self.layers[layer].keys_values(hidden, np.arange(len(features_SF)))
 
+    def mixed(self, sublayer: str, side: int, u_LE: np.ndarray, x_LE: np.ndarray) -> np.ndarray:
+        """``x_LE`` before (``side`` 0) or after a sublayer with the input ``u_LE``: DFlash 2 mixes rows here."""
+        return x_LE
+
     def hidden(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
         """Final hidden states ``[block_size, E]`` of the block at ``anchor``."""
         config, size, context = self.config, self.config["block_size"], len(features_SF)
         positions = np.arange(context, context + size)
         x = self.target.embed([anchor] + [config["mask_token_id"]] * (size - 1)) * config["input_embedding_scale"]
         for i, layer in enumerate(self.layers):
-            y = layer.normed("input_layernorm", x)
+            attention, mlp = f"layers.{i}.attention", f"layers.{i}.mlp"
+            u = layer.normed("input_layernorm", x)
+            y = self.mixed(attention, 0, u, u)
             context_k, context_v = self.context(i, features_SF)
             block_k, block_v = layer.keys_values(y, positions)
             k, v = np.concatenate([context_k, block_k], axis=1), np.concatenate([context_v, block_v], axis=1)
-            x = x + layer.attention(layer.queries(y, positions), k, v, self.visible(i, context))
-            x = x + layer.mlp(x)
+            y = layer.attention(layer.queries(y, positions), k, v, self.visible(i, context))
+            x = x + self.mixed(attention, 1, u, y)
+            u = layer.normed("post_attention_layernorm", x)
+            x = x + self.mixed(mlp, 1, u, layer.mlp(self.mixed(mlp, 0, u, u)))
         return rms_norm(x, self.weights["norm.weight"], self.eps)
+
+    def head(self, hidden_NE: np.ndarray) -> np.ndarray:
+        """Logits ``[N, V]`` by the target's head or the drafter's own; minus infinity for unknown tokens."""
+        config = self.config
+        ids = list(range(config["vocab_size"])) if self.known is None else self.known
+        own = self.weights.get("lm_head.weight")
+        known = self.target.head(hidden_NE)[:, ids] if own is None else hidden_NE @ own.T
+        known, cap = known * config["output_multiplier"], config["final_logit_softcapping"]
+        logits = np.full((len(hidden_NE), config["vocab_size"]), -np.inf)
+        logits[:, ids] = known if cap is None else cap * np.tanh(known / cap)
+        return logits
 
     def logits(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
         """``[block_size - 1, V]``: row ``i`` predicts the token ``i + 1`` places after the anchor."""
-        config = self.config
-        logits = self.target.head(self.hidden(features_SF, anchor))[1:] * config["output_multiplier"]
-        cap = config["final_logit_softcapping"]
-        return logits if cap is None else cap * np.tanh(logits / cap)
+        return self.head(self.hidden(features_SF, anchor)[1:])
 
 
 @dataclass
 class Decoded:
-    """What a whole decoding run did; ``lead`` is the smallest lead of any choice over its runner-up."""
+    """The result of a decoding run; ``lead`` is the smallest lead of any choice over its runner-up."""
 
     tokens: list[int]
     accepted: list[int] = field(default_factory=list)
@@ -213,7 +233,7 @@ class Decoded:
 def decode(
     target: DenseTarget, drafter: DenseDrafter, prompt: Sequence[int], max_tokens: int, block_size: int
 ) -> Decoded:
-    """Design section 5, greedily, recomputing everything for every block; ``tokens`` exclude the prompt."""
+    """Greedy speculative decoding that recomputes everything for every block; ``tokens`` exclude the prompt."""
     run = Decoded([])
     run.tokens += run.sample_target(target(prompt)[0][-1:])
     while len(run.tokens) < max_tokens:

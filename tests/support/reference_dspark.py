@@ -1,8 +1,8 @@
-"""DSpark's heads once more, from the published formulas alone: dense, float64, NumPy only.
+"""An independent DSpark from the published formulas alone: dense, float64, NumPy only.
 
-Knows published weight names. Shares no code with the package; the layers are those of :mod:`.reference`.
+It reads published weight names and shares no code with the package; the layers are those of :mod:`.reference`.
 
-Shapes: N drafts, E hidden size, R rank, V vocabulary, D tokens that the drafter knows.
+Shapes: N drafts, E hidden size, R rank, V vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -26,9 +26,7 @@ class Drafted:
 
 
 class DenseDSpark(DenseDrafter):
-    """A drafter with the heads; ``known`` are the target's ids of a reduced vocabulary, in the drafter's order."""
-
-    known: list[int] | None = None
+    """A drafter with both heads."""
 
     def drafts(self, features_SF: np.ndarray, anchor: int, tokens: list[int] | None = None) -> Drafted:
         """The block's drafts, greedily, or with ``tokens`` in the place of its choices."""
@@ -37,12 +35,11 @@ class DenseDSpark(DenseDrafter):
         run, before, state = Drafted(), anchor, np.zeros(config["markov_rank"])
         for k, h in enumerate(hidden):
             e = w["markov_head.markov_w1.weight"][before] if config["markov_rank"] else np.zeros(0)
-            logits = np.full(config["vocab_size"], -np.inf)
-            ids = range(config["vocab_size"]) if self.known is None else self.known
-            logits[list(ids)] = self.base_logits(h)
+            logits = self.head(h[None])[0]
             if config["markov_rank"]:
                 latent, state = self.latent(h, e, state)
-                logits[list(ids)] += w["markov_head.markov_w2.weight"] @ latent
+                ids = slice(None) if self.known is None else self.known
+                logits[ids] += w["markov_head.markov_w2.weight"] @ latent
             run.logits.append(logits)
             if config["enable_confidence_head"]:
                 read = np.concatenate([h, e]) if config["confidence_head_with_markov"] else h
@@ -52,17 +49,6 @@ class DenseDSpark(DenseDrafter):
             before = int(logits.argmax()) if tokens is None else tokens[k]
             run.tokens.append(before)
         return run
-
-    def base_logits(self, h: np.ndarray) -> np.ndarray:
-        config = self.config
-        if "lm_head.weight" in self.weights:
-            logits = self.weights["lm_head.weight"] @ h
-        else:
-            logits = self.target.head(h[None])[0]
-            logits = logits if self.known is None else logits[self.known]
-        logits = logits * config["output_multiplier"]
-        cap = config["final_logit_softcapping"]
-        return logits if cap is None else cap * np.tanh(logits / cap)
 
     def latent(self, h: np.ndarray, e: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         kind = self.config["markov_head_type"]

@@ -1,11 +1,14 @@
-"""Measured by decoding: plain mlx_lm against DFlash in turns, its limit, a demonstration, and this machine.
+"""Measurements by decoding: speed next to plain mlx_lm, acceptance, traces as tables and as a page.
 
-``runs`` times answers, ``identity`` compares their tokens, ``statistics`` sums up, ``speedup`` finds the
-arithmetic limit, ``report`` shows; ``suites`` are the papers' prompts, ``acceptance`` scores a drafter without plain
-decoding; ``demo`` and ``doctor`` are commands of their own.
+``runs`` times answers, ``identity`` compares their tokens, ``checks`` judges them, ``statistics`` summarises,
+``speedup`` finds the arithmetic limit, ``report`` shows the result. ``acceptance`` scores a drafter without plain
+decoding, on ``suites``, the papers' prompts, among others. ``traces`` reads traces into tables, ``trace_report`` and
+``trace_plots`` show them. ``demo`` and ``doctor`` are the commands of these names.
 """
 
 from ..generate import PAIR
+from .checks import check_answers as check_answers
+from .checks import register_check as register_check
 from .identity import Difference as Difference
 from .identity import find_difference as find_difference
 from .identity import first_difference as first_difference
@@ -28,4 +31,4 @@ from .statistics import spread as spread
 from .statistics import summarize as summarize
 
 HELDOUT = PAIR / "heldout.jsonl"
-"""Heldout requests of the bundled models, one JSON object a line: ``prompt`` and ``check``."""
+"""Held-out requests of the bundled models, one JSON object a line: ``prompt`` and ``check``."""

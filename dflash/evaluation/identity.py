@@ -1,7 +1,4 @@
-"""Where two answers part, and how close the target's choice was there.
-
-Knows token lists and the target's logits. Must not know how answers were made or timed.
-"""
+"""Where two answers part, and how close the target's choice was there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""A benchmark's results as JSON, as a table, and as a verdict.
-
-Knows how results are shown. Must not know how they were measured, or the command line.
-"""
+"""A benchmark's results as JSON, as a table, and as a verdict."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +12,7 @@ from .speedup import LEAST_BLOCKS, LEAST_TOKENS, Limit
 from .statistics import acceptance_length, overall_tps, spread, summarize
 
 _SHOWN = 48  # characters of a prompt in the table
+_Verdict = tuple[bool, bool] | None
 
 
 @dataclass(frozen=True)
@@ -27,14 +25,14 @@ class Report:
         greedy: Whether tokens were compared.
         limit: The arithmetic limit of the ratio, if it was measured; shown as its ceiling (``--limit`` is another).
         verdicts: Whether the answers of (plain, DFlash) are correct, for each prompt; ``None`` without a check.
-        about: More for the JSON beside ``settings``, such as the environment.
+        about: More entries of the JSON, next to ``settings``, such as the environment.
     """
 
     settings: dict[str, Any]
     results: list[PromptResult]
     greedy: bool
     limit: Limit | None = None
-    verdicts: list[tuple[bool, bool] | None] | None = None
+    verdicts: list[_Verdict] | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -48,36 +46,37 @@ class Report:
 
     def found(self) -> dict[str, Any]:
         """Plain data of the results alone: ``prompts``, ``total``, ``by_kind`` and ``limit``."""
-        verdicts = self.verdicts or [None] * len(self.results)
-        rows = [self._prompt_dict(*pair) for pair in zip(self.results, verdicts, strict=True)]
+        rows = [self._prompt_dict(*pair) for pair in self._judged()]
         by_kind = {kind: report.total() for kind, report in self.by_kind().items()}
         return {"prompts": rows, "total": self.total(), "by_kind": by_kind, "limit": self._limit_dict()}
 
     def by_kind(self) -> dict[str, "Report"]:
-        """A report on the prompts of each kind, without the limit; empty where prompts have none."""
-        verdicts = self.verdicts or [None] * len(self.results)
-        kinds = dict.fromkeys(r.prompt.kind for r in self.results if r.prompt.kind is not None)
-        pairs = list(zip(self.results, verdicts, strict=True))
-        chosen = {kind: [pair for pair in pairs if pair[0].prompt.kind == kind] for kind in kinds}
+        """A report on the prompts of each kind, without the limit; empty if prompts have none."""
+        kinds: dict[str, list[tuple[PromptResult, _Verdict]]] = {}
+        for result, verdict in self._judged():
+            if result.prompt.kind is not None:
+                kinds.setdefault(result.prompt.kind, []).append((result, verdict))
         return {
             kind: replace(self, results=[r for r, _ in own], verdicts=[v for _, v in own], limit=None)
-            for kind, own in chosen.items()
+            for kind, own in kinds.items()
         }
 
+    def _judged(self) -> list[tuple[PromptResult, _Verdict]]:
+        return list(zip(self.results, self.verdicts or [None] * len(self.results), strict=True))
+
     def render(self) -> RenderableType:
-        """A table of prompts, one of their kinds where they have some, and the totals below."""
+        """A table of prompts, one of their kinds if they have some, and the totals below."""
         table = Table("", "prompt", box=None, pad_edge=False)
         for name in ("tokens", "plain tok/s", "DFlash tok/s", "ratio", "accepted", "correct"):
             table.add_column(name, justify="right")
         table.add_column("tokens are")
-        verdicts = self.verdicts or [None] * len(self.results)
-        for i, (result, verdict) in enumerate(zip(self.results, verdicts, strict=True), 1):
-            table.add_row(*self._cells(i, result, verdict))
+        for i, (result, verdict) in enumerate(self._judged(), 1):
+            table.add_row(str(i), *self._cells(result, verdict))
         kinds = self.by_kind()
         below: list[RenderableType] = [_totals("kind", kinds), ""] if kinds else []
         return Group(table, "", *below, *self._total_lines())
 
-    def _prompt_dict(self, result: PromptResult, verdict: tuple[bool, bool] | None) -> dict[str, Any]:
+    def _prompt_dict(self, result: PromptResult, verdict: _Verdict) -> dict[str, Any]:
         difference = result.difference
         return {
             "prompt": result.prompt.text,
@@ -119,9 +118,8 @@ class Report:
             "fraction_reached": reached and reached / self.limit.speedup,
         }
 
-    def _cells(self, number: int, result: PromptResult, verdict: tuple[bool, bool] | None) -> list[str]:
+    def _cells(self, result: PromptResult, verdict: _Verdict) -> list[str]:
         return [
-            str(number),
             _shortened(result.prompt.text),
             str(len(result.dflash[0].tokens)),
             _number(overall_tps(result.plain), 1),
@@ -245,7 +243,7 @@ def _spread(values: dict[str, float] | None) -> str:
     return f"{values['median']:.2f} ({values['min']:.2f}-{values['max']:.2f})"
 
 
-def _verdict(verdict: tuple[bool, bool] | None) -> str:
+def _verdict(verdict: _Verdict) -> str:
     if verdict is None:
         return "-"
     plain, dflash = ("yes" if ok else "no" for ok in verdict)

@@ -41,10 +41,9 @@ Side = Callable[[list[int]], Iterator[Step]]
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """A request as text (to be shown), as token ids, and, where known, plain data to judge its answer by.
+    """A request as text (to be shown), as token ids, and the plain data to judge its answer by, if it has some.
 
-    ``kind`` tells which row of a table it belongs to; ``conversation`` is where it comes from, if that goes on after
-    the answer.
+    ``kind`` is its row in tables; ``conversation`` is where it comes from, if that continues after the answer.
     """
 
     text: str
@@ -65,8 +64,8 @@ class Run:
         committed: Tokens that each block committed, those after a stop token left out; empty for plain decoding.
         drafted: Tokens that each block drafted.
         accepted: Drafts that each block accepted.
-        request_seconds: Time of the whole request, its prompt included. A side that computes its second token before
-            it hands over the first, as ``mlx_lm`` does, has that pass in here alone.
+        request_seconds: Time of the whole request, its prompt included. For a side that computes its second token before
+            it yields the first, as ``mlx_lm`` does, only this includes that pass.
     """
 
     tokens: list[int]
@@ -79,12 +78,12 @@ class Run:
 
     @property
     def tps(self) -> float | None:
-        """Tokens after the first per second since the first; ``None`` where there is only one."""
+        """Tokens after the first per second since the first; ``None`` if there is only one."""
         return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 and self.seconds > 0 else None
 
     @property
     def request_tps(self) -> float | None:
-        """All tokens per second since the request; ``None`` where nobody timed it."""
+        """All tokens per second since the request; ``None`` if that was not timed."""
         return len(self.tokens) / self.request_seconds if self.request_seconds > 0 else None
 
 
@@ -99,7 +98,7 @@ class PromptResult:
 
     @property
     def ratios(self) -> list[float]:
-        """DFlash's speed over plain's, run by run, where both have one."""
+        """DFlash's speed over plain's, run by run, if both have one."""
         return self._ratios(lambda run: run.tps)
 
     @property

@@ -1,8 +1,4 @@
-"""The arithmetic limit of block decoding: what its parts cost alone, and the speedup that they allow.
-
-Knows how to replay the parts of decoding one known answer. Must not know text, or how answers are timed
-as a whole.
-"""
+"""The arithmetic limit of block decoding: what its parts cost alone, and the speed-up that they allow."""
 
 import statistics
 import time
@@ -19,8 +15,8 @@ from ..generate import DFlashSpeculativeDecoder
 from .runs import PromptResult
 from .statistics import acceptance_length
 
-PASSES = 5  # replays of the answer: some hundred samples of each part for an answer of usual length
-LEAST_BLOCKS = 50  # fewer say little about tau, and on short answers the ratio holds much that is not a step
+PASSES = 5  # replays of the answer: hundreds of samples of each part for a usual answer
+LEAST_BLOCKS = 50  # fewer say little about tau
 LEAST_TOKENS = 24  # of the answer that is replayed
 
 
@@ -35,16 +31,16 @@ class Limit:
 
     @property
     def speedup(self) -> float:
-        """The most that these times allow: ``tau * T_plain / (T_draft + T_verify)``."""
+        """The greatest speed-up that these times allow: ``tau * T_plain / (T_draft + T_verify)``."""
         return self.acceptance_length * self.plain / (self.draft + self.verify)
 
 
 def limit_of(decoder: DFlashSpeculativeDecoder, results: Sequence[PromptResult], sampler: Sampler) -> Limit | None:
     """The limit along the answer of median length among ``results``.
 
-    ``None`` where that answer has fewer than ``LEAST_TOKENS`` tokens, or all of them fewer than ``LEAST_BLOCKS``
-    blocks: a limit by so few times says nothing, and is often exceeded. ``None`` too where a policy verified a part of
-    the drafts: the limit is that of whole blocks.
+    ``None`` if that answer has fewer than ``LEAST_TOKENS`` tokens, or all of them fewer than ``LEAST_BLOCKS``
+    blocks: so few times say nothing, and such a limit is often exceeded. Also ``None`` if the policy verified only some
+    of the drafts: the limit is that of whole blocks.
     """
     runs = [run for r in results for run in r.dflash]
     if statistics.median([count for run in runs for count in run.drafted] or [0]) < decoder.block_size - 1:
@@ -62,9 +58,9 @@ def measure_limit(
 ) -> Limit:
     """Median times of a plain step, a draft and a verification along ``answer`` to ``prompt``.
 
-    Each part is replayed alone from the end of the prompt to the end of the answer, with caches that grow
-    as in decoding and one evaluation a step, graph building included. ``acceptance_length`` is tau, and
-    rounded the number of tokens committed per block in the replay.
+    Each part is replayed alone from the end of the prompt to the end of the answer, with caches that grow as in
+    decoding and one evaluation a step, graph building included. ``acceptance_length`` is tau; rounded, it is the number
+    of tokens committed per block in the replay.
     """
     replay = _Replay(decoder, prompt, answer, max(1, round(acceptance_length)), sampler)
     parts = (replay.plain, replay.draft, replay.verify)
@@ -102,7 +98,7 @@ class _Replay:
         """Seconds of taking in a block's committed tokens and proposing the next block."""
         cache = self.drafter.make_cache()
         self.drafter.extend_context(self.features[:, : self.start], cache, self.tokens[:, : self.start])
-        self._propose(self.start, cache)  # computes the prompt's share of the cache
+        self._propose(self.start, cache)  # computes the prompt's part of the cache
         times = []
         for i in range(self.start, self.end, self.stride):
             begin, anchor = time.perf_counter(), i + self.stride

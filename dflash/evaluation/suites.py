@@ -1,10 +1,8 @@
 """The five prompt sets on which papers on speculative decoding report the acceptance length.
 
-Knows where each is on the hub and how a row becomes a prompt. Must not know targets, decoding, or the command line.
-
 Datasets, splits and the words around a row are those of z-lab's benchmark (github.com/z-lab/dflash,
-``dflash/benchmark.py``; DFlash, arXiv:2602.06036). Papers report parts of them, which a limit takes; it takes the first
-prompts, where z-lab's script shuffles:
+``dflash/benchmark.py``; DFlash, arXiv:2602.06036). Papers report parts of them, which a limit takes; it takes the
+first prompts, while z-lab's script shuffles:
 
     ==========  =====  =====  ========  =====
     prompts     split  z-lab  DeepSpec  EAGLE
@@ -47,7 +45,7 @@ class Suite:
         size: Rows of the split.
         template: Makes the prompt from a row's columns.
         turns: In place of ``template``, the column that lists the user's turns; each is asked after the target's own
-            answer to the one before.
+            answer to the previous one.
     """
 
     name: str

@@ -44,7 +44,7 @@ def report(traces: Traces, texts: int = TEXTS) -> str:
         left_out=left_out,
         articles="".join(articles),
         plots=_plots(traces),
-        # "</" would end the script, wherever it stands in a text.
+        # "</" would end the script, even inside a string
         data=json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/"),
         script=_page("script.js"),
     )
@@ -72,7 +72,7 @@ def _subtitle(traces: Traces) -> str:
 
 
 def _figures(traces: Traces) -> str:
-    """A table with a column for each trace, which a phone has room for."""
+    """A table with a column for each trace, narrow enough for a phone."""
     rows: dict[str, list[str]] = {"drafter, options": [_how(_first(traces, name)) for name in traces.names]}
     for row in summary(traces).to_dict("records"):
         figures = {
@@ -117,7 +117,7 @@ def _how(request: Request) -> str:
 
 
 def _model(name: str) -> str:
-    """A local path says enough by its last two parts."""
+    """The last two parts of a local path say enough."""
     return "/".join(name.rstrip("/").split("/")[-2:])
 
 
@@ -141,7 +141,7 @@ def _agreement(requests: Sequence[Request]) -> str:
 
 
 def _side(request: Request, index: int, traces: Traces) -> str:
-    """One answer; each of its blocks can be pointed at, and a link to one ends with ``#text0-block3``."""
+    """One answer; its blocks can be pointed at, and linked to as ``#text0-block3``."""
     blocks = request.blocks
     drafted = [block for block in blocks[1:] if not block["asleep"]]
     tokens = sum(len(block["tokens"]) for block in blocks)

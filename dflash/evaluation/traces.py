@@ -1,10 +1,7 @@
 """Traces as tables, and the standard quantities of speculative decoding computed from them.
 
-Knows the records of a trace (``decoding/trace.py``) and pandas (the extra ``study``). Must not know how a trace came
-about, or how its figures are drawn.
-
-Tables have a row for each request, block or draft, and share the columns ``trace`` and ``request``, so that each can
-be filtered and grouped: ``acceptance_length(blocks[blocks.source == "ngram"])``.
+Tables have a row for each request, block or draft, and the columns ``trace`` and ``request`` in common, to filter and
+group by: ``acceptance_length(blocks[blocks.source == "ngram"])``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Traces:
-    """What :func:`read_traces` found; ``names`` tell the traces apart.
+    """What :func:`read_traces` found; ``names`` are those of the traces.
 
     ``requests``: ``trace request target drafter prompt_length tokens blocks seconds tokens_per_second``, then
     ``option_...``. ``blocks``: ``trace request block position source asleep proposed verified accepted committed``,
@@ -58,9 +55,8 @@ class Traces:
 def read_traces(*sources: str | Path | Sequence[Record]) -> Traces:
     """Tables of trace files, or of lists of records.
 
-    A file is named by its name without suffix, or where two share it by its path; a list by its number. Raises
-    ``DataError`` for other files and traces without a request, and
-    ``DFlashError`` without pandas.
+    A file is called by its name without suffix, or by its path if two have the same name; a list by its number. Raises
+    ``DataError`` for other files and traces without a request, and ``DFlashError`` without pandas.
     """
     pandas = require_pandas()
     names = _names(sources)
@@ -76,7 +72,7 @@ def read_traces(*sources: str | Path | Sequence[Record]) -> Traces:
 
 
 def require_pandas() -> Any:
-    """The module. Raises ``DFlashError`` where it is not installed."""
+    """The module. Raises ``DFlashError`` if it is not installed."""
     try:
         import pandas
     except ImportError as error:
@@ -139,7 +135,7 @@ _DRAFT_COLUMNS = (
 
 
 def _draft_rows(request: Request) -> Iterable[dict[str, Any]]:
-    """A draft after the answer's end counts as not verified: nothing says whether it was right."""
+    """A draft past the end of the answer counts as not verified: it is unknown whether it was right."""
     texts: dict[str, str] = {}
     for block in request.blocks:
         texts |= block["texts"]
@@ -177,20 +173,20 @@ def acceptance_length(blocks: "pd.DataFrame") -> Interval:
 
 
 def tokens_per_second(requests: "pd.DataFrame") -> Interval:
-    """Tokens after the first of each request over all seconds since those, with a bootstrap interval."""
+    """Tokens after the first of each request over the seconds since the first, with a bootstrap interval."""
     return _ratio(requests.tokens - 1, requests.seconds)
 
 
 def survival(drafts: "pd.DataFrame") -> "pd.DataFrame":
     """By position: of the blocks that verified a draft there, how many accepted it and all before it.
 
-    Columns ``position blocks survival low high acceptance``; the last is the chance that a draft is accepted if all
-    before it were. Limits are those of a 95 % bootstrap interval over requests, not a number where one request alone
-    verified a draft there.
+    Columns ``position blocks survival low high acceptance``; the last is the probability that a draft is accepted if
+    all before it were. Limits are those of a 95 % bootstrap interval over requests, NaN if a single request verified a
+    draft there.
 
-    Drafts that were not verified are left out, since nobody knows about them. Where a policy verifies more of the
-    blocks that it expects much of, deep positions are those of good blocks: survival is then too high, and may rise
-    with the position. That of the drafter itself needs every draft verified, as with ``policy="full"``.
+    Drafts that were not verified are left out, since it is unknown whether they were right. If a policy verifies more
+    drafts of promising blocks, deep positions are those of good blocks: survival is then too high, and may rise with
+    the position. For the drafter's own survival, verify every draft, as with ``policy="full"``.
     """
     pandas = require_pandas()
     rows = []
@@ -230,7 +226,7 @@ def calibration(drafts: "pd.DataFrame", bins: int = 10) -> "pd.DataFrame":
 
 
 def calibration_error(table: "pd.DataFrame") -> float:
-    """Expected calibration error of a :func:`calibration` table; not a number of no drafts."""
+    """Expected calibration error of a :func:`calibration` table; NaN without drafts."""
     weights = table.drafts / table.drafts.sum()
     return float((weights * (table.probability - table.accepted).abs()).sum()) if len(table) else float("nan")
 
@@ -243,9 +239,9 @@ def time_by_part(blocks: "pd.DataFrame") -> "pd.Series":
 def summary(traces: Traces) -> "pd.DataFrame":
     """A row for each trace: its quantities, with the limits of 95 % intervals over requests as ``_low`` and ``_high``.
 
-    ``acceptance_length`` and ``tokens_per_second`` are missing where there is no drafted block, or one token only.
-    ``tokens`` are all of the answers; ``dflash eval`` counts those of blocks, without the first of each answer, which
-    the prompt's own pass chose.
+    ``acceptance_length`` and ``tokens_per_second`` are missing without a drafted block, or with a single token.
+    ``tokens`` are all tokens of the answers; ``dflash eval`` counts those of blocks, without the first of each answer,
+    which comes from the prompt's own pass.
     """
     rows = []
     for name in traces.names:

@@ -1,5 +1,5 @@
 "use strict";
-// Shows what a block did while it is pointed at, has the focus, or was chosen by a tap, a click or Enter.
+// Shows what a block did while it is hovered or focused, or once it is chosen by a tap, a click or Enter.
 const texts = JSON.parse(document.getElementById("data").textContent);
 const detail = document.getElementById("detail");
 let chosen = null;
@@ -40,7 +40,7 @@ function rows(block) {
 function heading(place, block) {
   const where = `${place.dataset.trace}, block ${block.number}`;
   if (block.number === 0) return `${where}: the prompt's own pass`;
-  if (block.asleep) return `${where}: a plain step, the drafter asleep`;
+  if (block.asleep) return `${where}: a plain step, without the drafter`;
   return `${where}: ${block.accepted} of ${block.verified} checked drafts accepted`;
 }
 

@@ -8,7 +8,7 @@ An architecture TargetAdapter, register_adapter
 A policy        Policy, Drafts, BlockRecord, register_policy
 A rule          Verified, register_verify
 Sampling        register_sampler, register_logits_processor
-Errors          DFlashError, which all of them are
+Errors          DFlashError, which all of them are; each of them in ``errors``
 
 Subpackages: ``adapters`` (architectures), ``training`` (drafters), ``study`` (ablations, traces) and ``bench`` (against
 plain mlx_lm).
@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .core import backend
+from .core import errors as errors
 from .core.errors import DFlashError as DFlashError
 
 if TYPE_CHECKING:

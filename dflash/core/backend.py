@@ -30,7 +30,7 @@ _SYSTEM_BLAS = "libopenblas.so.0"
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # <malloc.h>
 
 
-def _mkl_library() -> Path | None:
+def mkl_library() -> Path | None:
     """The run-time library of the ``mkl`` wheel (the ``cpu`` extra installs it), if there is one."""
     try:
         files = importlib.metadata.files("mkl") or []
@@ -44,10 +44,10 @@ def preload_blas() -> str:
     if platform.system() != "Linux":
         return "MLX's own"
     if "mlx.core" in sys.modules:
-        if on_cpu() and _mkl_library() is not None:
+        if on_cpu() and mkl_library() is not None:
             logger.warning("mlx was imported before dflash, too late for the fast BLAS: import dflash first.")
         return "MLX's own (mlx was imported before dflash, too late for a faster one)"
-    for library in (_mkl_library(), _SYSTEM_BLAS):
+    for library in (mkl_library(), _SYSTEM_BLAS):
         if library is not None:
             try:
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -47,7 +47,7 @@ def _with_lines(items: Iterable[T], what: str, total: int | None, done: int) -> 
 
     def tell() -> None:
         while not over.wait(SECONDS_BETWEEN_LINES):
-            logger.info(_line(what, new, done, total, time.monotonic() - begin))
+            logger.info(progress_line(what, new, done, total, time.monotonic() - begin))
 
     threading.Thread(target=tell, daemon=True).start()
     try:
@@ -58,7 +58,7 @@ def _with_lines(items: Iterable[T], what: str, total: int | None, done: int) -> 
         over.set()
 
 
-def _line(what: str, new: int, done: int, total: int | None, seconds: float) -> str:
+def progress_line(what: str, new: int, done: int, total: int | None, seconds: float) -> str:
     """Progress after ``new`` items in ``seconds``, and the time left where it can be estimated."""
     count = f"{what}: {done + new}" + ("" if total is None else f" of {total}")
     if not new:

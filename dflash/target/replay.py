@@ -41,10 +41,11 @@ def _remember(cache: Any) -> Any:
     return {name: list(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
-def _restore(cache: Any, before: Any) -> None:
+def restore(cache: Any, before: Any) -> None:
+    """Give a cache back the state that :func:`_remember` returned."""
     if isinstance(cache, CacheList):
         for member, state in zip(cache.caches, before, strict=True):
-            _restore(member, state)
+            restore(member, state)
     else:
         for name, value in before.items():
             setattr(cache, name, value)
@@ -139,7 +140,7 @@ class LayerCall:
 
     def replay(self, kept: int) -> None:
         """Leave the cache as it is after the block's first ``kept`` tokens."""
-        _restore(self.cache, self.before)
+        restore(self.cache, self.before)
         if kept:
             args, kwargs = (_cut(x, *self.shape, kept) for x in (self.args, list(self.kwargs.values())))
             products = [(owner, name, product.rewound(kept)) for owner, name, product in self.products]

@@ -73,10 +73,10 @@ def _trim_chunk(cache: ChunkedKVCache, rejected: int) -> None:
 def _each_member(cache: CacheList, rejected: int) -> None:
     """Every member by its own rule."""
     for member in cache.caches:
-        _RULES[type(member)](member, rejected)
+        RULES[type(member)](member, rejected)
 
 
-_RULES: dict[type, Callable[[Any, int], None]] = {
+RULES: dict[type, Callable[[Any, int], None]] = {
     KVCache: _trim,
     QuantizedKVCache: _trim,
     ChunkedKVCache: _trim_chunk,
@@ -85,6 +85,7 @@ _RULES: dict[type, Callable[[Any, int], None]] = {
     KeptWindowCache: _drop_newest,
     CacheList: _each_member,
 }
+"""Drop a cache's newest tokens, by its class. A subclass may update differently, so it needs a rule of its own."""
 
 # --- caches that can keep any tokens of the last pass ----------------------------------------------
 
@@ -104,7 +105,8 @@ def _move_quantized(cache: QuantizedKVCache, begun: int, rows: mx.array) -> None
         part[..., begun:end, :] = part[..., begun + rows, :]
 
 
-_MOVES: dict[type, Callable[[Any, int, mx.array], None]] = {KVCache: _move, QuantizedKVCache: _move_quantized}
+MOVES: dict[type, Callable[[Any, int, mx.array], None]] = {KVCache: _move, QuantizedKVCache: _move_quantized}
+"""Move chosen tokens of the last pass to its front, by the cache's class."""
 
 # --- a target's caches ---------------------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class TargetCache(list[Any]):
             if id(cache) in calls:
                 calls[id(cache)].replay(kept)
             else:
-                _RULES[type(cache)](cache, rejected)
+                RULES[type(cache)](cache, rejected)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these ``rows`` of the last pass, in this order; a pass has one row per token.
@@ -221,7 +223,7 @@ class TargetCache(list[Any]):
         """
         if list(rows) != list(range(len(rows))):
             for cache in self:
-                _MOVES[type(cache)](cache, self._begun, mx.array(list(rows)))
+                MOVES[type(cache)](cache, self._begun, mx.array(list(rows)))
         self.rewind(self._begun + len(rows))
 
 
@@ -245,10 +247,10 @@ def _offset(cache: Any) -> int | None:
 
 
 def _rule(cache: Any) -> str | None:
-    known: Iterable[type] = REMEMBERED if _needs_replay(cache) else _RULES
+    known: Iterable[type] = REMEMBERED if _needs_replay(cache) else RULES
     if not all(type(member) in known for member in _members(cache)):
         return None
-    return "replay" if _needs_replay(cache) else _RULES[type(cache)].__name__.lstrip("_")
+    return "replay" if _needs_replay(cache) else RULES[type(cache)].__name__.lstrip("_")
 
 
 def cache_name(cache: Any) -> str:
@@ -266,10 +268,10 @@ def describe(caches: Sequence[Any]) -> list[tuple[str, str | None]]:
 def check_trees(caches: Sequence[Any]) -> None:
     """Raise ``IncompatibleModelsError``, naming the layer, if a cache cannot hold a tree."""
     for layer, cache in enumerate(caches):
-        if type(cache) not in _MOVES:
+        if type(cache) not in MOVES:
             raise IncompatibleModelsError(
                 f"Layer {layer} keeps a {cache_name(cache)}, of which no path of a tree of drafts can be kept; "
-                f"trees need {' or '.join(kind.__name__ for kind in _MOVES)} in every layer; leave out tree."
+                f"trees need {' or '.join(kind.__name__ for kind in MOVES)} in every layer; leave out tree."
             )
 
 
@@ -279,5 +281,5 @@ def check_rewindable(caches: Sequence[Any]) -> None:
         if rule is None:
             raise IncompatibleModelsError(
                 f"Layer {layer} keeps a {name}, for which no exact rewind is known; "
-                f"supported: {', '.join(sorted({c.__name__ for c in (*_RULES, *REMEMBERED)}))}."
+                f"supported: {', '.join(sorted({c.__name__ for c in (*RULES, *REMEMBERED)}))}."
             )

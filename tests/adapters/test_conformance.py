@@ -70,12 +70,12 @@ def test_a_rewind_that_only_moves_counters_is_found(monkeypatch):
         cache.offset -= rejected
         cache._idx -= rejected
 
-    monkeypatch.setitem(rewind._RULES, rewind.RotatingKVCache, counters_only)
+    monkeypatch.setitem(rewind.RULES, rewind.RotatingKVCache, counters_only)
     assert "rejected tokens leave no trace" in check(small.build("llama"), rounds=40).failure
 
 
 def test_a_state_that_is_not_put_back_is_found(monkeypatch):
-    monkeypatch.setattr("dflash.target.replay._restore", lambda cache, before: None)
+    monkeypatch.setattr("dflash.target.replay.restore", lambda cache, before: None)
     assert "rejected tokens leave no trace" in check(small.build("mamba2"), ROUNDS).failure
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from dflash.core import backend
-from dflash.core.backend import _mkl_library, on_cpu
+from dflash.core.backend import mkl_library, on_cpu
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_blas_says_so_when_mlx_came_first() -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     if sys.platform == "linux":
         assert "before dflash" in run.stdout
-        if on_cpu() and _mkl_library() is not None:
+        if on_cpu() and mkl_library() is not None:
             assert run.stderr == "mlx was imported before dflash, too late for the fast BLAS: import dflash first.\n"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from dflash.core import progress as module
-from dflash.core.progress import progress
+from dflash.core.progress import progress, progress_line
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +40,10 @@ def test_no_line_comes_after_the_work_has_ended_or_failed(caplog):
 
 
 def test_a_line_says_what_is_left_at_the_speed_of_this_run():
-    assert module._line("bench", 2, 0, 6, 4.0) == "bench: 2 of 6, about 8 s left"
-    assert module._line("bench", 2, 4, 10, 4.0) == "bench: 6 of 10, about 8 s left"
-    assert module._line("bench", 0, 4, 10, 61.0) == "bench: 4 of 10, 61 s after the start"
-    assert module._line("bench", 3, 0, None, 4.0) == "bench: 3"
+    assert progress_line("bench", 2, 0, 6, 4.0) == "bench: 2 of 6, about 8 s left"
+    assert progress_line("bench", 2, 4, 10, 4.0) == "bench: 6 of 10, about 8 s left"
+    assert progress_line("bench", 0, 4, 10, 61.0) == "bench: 4 of 10, 61 s after the start"
+    assert progress_line("bench", 3, 0, None, 4.0) == "bench: 3"
 
 
 def test_nothing_is_told_where_it_is_not_wanted(caplog):

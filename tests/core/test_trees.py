@@ -21,7 +21,7 @@ from dflash.policies.adaptive import Adaptive
 from dflash.policies.base import BlockRecord, Drafts
 from dflash.target import tree as tree_pass
 from dflash.target.compare import assert_same_caches
-from dflash.target.rewind import _MOVES
+from dflash.target.rewind import MOVES
 
 VOCAB, PROMPT = 32, [3, 1, 4, 1, 5]
 
@@ -84,7 +84,7 @@ def test_the_trial_finds_what_is_wrong(broken, monkeypatch):
         monkeypatch.setattr(tree_pass, "depths_of_rows", lambda parents: list(range(len(parents) + 1)))
     else:
         kind = type(target("qwen3").make_cache()[0])
-        monkeypatch.setitem(_MOVES, kind, lambda cache, begun, rows: None)
+        monkeypatch.setitem(MOVES, kind, lambda cache, begun, rows: None)
     loaded = LoadedTargetModel(qwen3_model(0))
     with pytest.raises(DFlashError, match="computes something else for a tree of drafts"):
         loaded.check_trees(loaded.make_cache())

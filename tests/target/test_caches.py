@@ -76,9 +76,17 @@ def test_a_model_that_mlx_lm_cannot_quantise_is_refused_before_the_first_token(n
         decoder.spec_generate([3, 1, 4], 2, kv_bits=8, kv_group_size=32)
 
 
-def test_options_that_do_not_fit_together_are_refused():
-    loaded = target("qwen3", 1)
-    with pytest.raises(GenerationError, match="either bounded or quantised"):
-        LoadedTargetModel(qwen3_model(4, head_dim=32)).make_cache(max_kv_size=9, kv_bits=8, kv_group_size=32)
-    with pytest.raises(GenerationError, match="more than 4"):
-        loaded.make_cache(max_kv_size=4)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_kv_size": 9, "kv_bits": 8, "kv_group_size": 32}, "either bounded or quantised"),
+        ({"max_kv_size": 4}, "max_kv_size must be more than 4, got 4"),
+        ({"kv_bits": 8, "kv_group_size": 48}, "kv_group_size must be 32, 64 or 128, got 48"),
+        ({"kv_bits": 5}, "kv_bits must be 2, 3, 4, 6 or 8"),
+        ({"kv_bits": 8, "kv_group_size": 32}, "kv_group_size 32 does not divide the size of this target's attention"),
+    ],
+)
+def test_cache_options_that_do_not_fit_are_refused(options, message):
+    """Heads have 12 numbers, which no group size divides."""
+    with pytest.raises(GenerationError, match=message):
+        target("qwen3", 1).make_cache(**options)

@@ -1,12 +1,8 @@
-"""``dflash ablate`` and ``compare``: one thing varied, many runs side by side.
-
-Knows options, files and what to print. Must not know how a cell is carried out. Mounted by ``cli``.
-"""
+"""``dflash ablate`` and ``compare``: one thing varied, many runs next to each other."""
 
 import json
 import logging
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +11,11 @@ from typer.core import TyperCommand
 
 from ..core.errors import DFlashError, install_extra
 from .options import TrustRemoteCode, in_a_folder
-from .terminal import print_rich
-from .training import loss_mark, print_settings, runs_table, table
+from .terminal import print_rich, show_log, show_progress
+from .training import print_settings, table
 
 if TYPE_CHECKING:
+    from ..evaluation.statistics import Interval
     from ..study.compare import ComparedRun
     from ..study.plan import Plan
     from ..study.results import Effect
@@ -32,6 +29,9 @@ _EFFECTS_NOTE = (
     "ratio of acceptance_length: of the cells' own; of tokens_per_s: the median over prompts of each prompt's ratio, "
     "which need not be that of the cells' medians; of several pairs: their geometric mean."
 )
+
+
+# --- ablate -------------------------------------------------------------------------------------------------
 
 
 class _WithSettings(TyperCommand):
@@ -55,17 +55,17 @@ def ablate(
     only: Annotated[
         list[str] | None, typer.Option(metavar="CELL", help="This cell only, by the name in the table; repeatable.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and the expected time.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and what is left of them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Vary settings of decoding and training: train what needs it, decode the same prompts with each, compare.
 
     A study is a grid: factors with their values, a cell for each combination.
-    Cells take turns on every prompt, so that a machine that slows down does so
-    for all alike. Stopped or killed, the same command continues; what is there
-    is never computed twice, and a changed setting is a new cell. Tables (CSV),
-    plots (SVG) and the command that makes each cell again are in the folder.
+    Cells alternate on every prompt, so that a machine that slows down does so
+    for all alike. Stopped or killed, the same command continues. Nothing is
+    computed twice, and a changed setting is a new cell. Tables (CSV), plots
+    (SVG) and the command that makes each cell again are in the folder.
 
     Examples:
 
@@ -73,19 +73,16 @@ def ablate(
     dflash ablate configs/studies/decoding.yaml
     dflash ablate my.yaml --set seeds=[0,1,2] --set folder=runs/three-seeds
     """
-    from ..study.ablation import ablate as run
-    from ..study.files import write_results
-    from ..study.results import collect, effects
-    from ..study.settings import load_study
+    from ..study import ablation, collect, effects, load_study, write_results
 
     checked = load_study(study, settings or ())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    show_log()
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     if dry_run:
-        _print_expected(checked, only or [], as_json, trust_remote_code)
+        _print_left(ablation.open_plan(checked, only, trust_remote_code), as_json)
         return
     try:
-        plan = run(checked, only or [], trust_remote_code=trust_remote_code)
+        plan = ablation.ablate(checked, only, trust_remote_code=trust_remote_code)
     except KeyboardInterrupt:
         print(f"Stopped. What is finished stays in {checked.folder}; the same command continues.", file=sys.stderr)
         raise
@@ -103,115 +100,32 @@ def ablate(
     print("\n".join(str(file) for file in files))
 
 
-def _print_expected(checked: Any, only: list[str], as_json: bool, trust_remote_code: bool) -> None:
-    from ..study.ablation import open_plan
-    from ..study.expected import cell_states, expected_time
+def _print_left(plan: "Plan", as_json: bool) -> None:
+    """What is done of each cell, and what is left."""
     from ..training.loop.clock import duration
 
-    plan: Plan = open_plan(checked, only, trust_remote_code)
-    states, expected = cell_states(plan), expected_time(plan)
+    cells, count = [], len(plan.prompts)
+    for planned in plan.cells:
+        steps, of_steps = plan.steps(planned.training)
+        kept = plan.answers(planned.answers)
+        answers = sum(prompt.key in kept for prompt in plan.prompts)
+        done = {"steps": steps, "of_steps": of_steps, "answers": answers, "of_answers": count}
+        cells.append({"name": planned.name, **done, "levels": planned.cell.levels, "seed": planned.cell.seed})
+    incomplete = sum((c["steps"], c["answers"]) != (c["of_steps"], count) for c in cells)
+    took = next((done["seconds"] for key in plan.trainings if (done := plan.finished(key))), None)
+    left = {"cells": incomplete, "drafters": len(plan.untrained), "answers": sum(len(keys) for _, keys in plan.turns())}
     if as_json:
-        cells = [asdict(state) | {"levels": p.cell.levels, "seed": p.cell.seed}
-                 for state, p in zip(states, plan.cells, strict=True)]  # fmt: skip
-        print(json.dumps({"cells": cells, "expected": asdict(expected)}))
+        print(json.dumps({"cells": cells, "left": left | {"first_training_seconds": took}}))
         return
     rows = []
-    for state, planned in zip(states, plan.cells, strict=True):
-        steps = f"{state.steps}/{state.of_steps}" if state.of_steps else "-"
-        levels = tuple(planned.cell.levels.values())
-        rows.append((state.name, *levels, str(planned.cell.seed), steps, f"{state.answers}/{state.of_answers}"))
-    print_rich(table(("cell", *_short(list(checked.factors)), "seed", "steps done", "answers done"), rows))
-    print(f"{len(states)} cells, {len(plan.trainings)} drafters to train, {len(plan.prompts)} prompts.")
-    print(f"training  at most about {duration(expected.training)}: {expected.training_from}")
-    print(f"decoding  at most about {duration(expected.decoding)}: {expected.decoding_from}")
-
-
-@app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more folders of runs of dflash train.")],
-    prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.jsonl|HUB", help="Prompts to decode. Default: the first run's heldout ones."),
-    ] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Take only the first N prompts.")] = 32,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 128,
-    decode: Annotated[bool, typer.Option("--decode/--no-decode", help="Decode, or read the logs alone.")] = True,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw the learning curves.", callback=in_a_folder)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of tables.")] = False,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Compare runs: settings that differ, learning curves, acceptance on the same prompts with 95 % intervals.
-
-    Each run's best drafter decodes the same prompts in turns. Prompts are drawn
-    anew together for all runs (paired bootstrap), so what is hard about a
-    prompt does not blur the difference. `dflash runs` is the quick table.
-
-    Examples:
-
-    dflash compare runs/one runs/two
-    dflash compare runs/* --prompts mine.jsonl --limit 50 --plot curves.svg
-    dflash compare runs/one runs/two --no-decode
-    """
-    from ..study.compare import compare as run
-    from ..study.settings import PromptSet
-    from .terminal import show_progress
-
-    if len(runs) < 2:
-        raise DFlashError("compare needs at least two runs; dflash runs shows one.")
-    show_progress()
-    chosen = None if prompts is None else PromptSet(file=prompts, limit=limit)
-    found = run(runs, chosen, limit, max_tokens, decode, trust_remote_code=trust_remote_code)
-    if plot is not None:
-        _draw_curves(plot, found)
-    if as_json:
-        print(json.dumps([one.results() for one in found]))
-        return
-    print_rich(runs_table([one.summary for one in found]))
-    print_rich(_curves_table(found))
-    if decode:
-        print_rich(_acceptance_table(found))
-        print(_prompts_line(found[0].prompts, all_heldout=prompts is None and found[0].prompts < limit))
-
-
-def _draw_curves(path: Path, found: list["ComparedRun"]) -> None:
-    try:
-        from ..study.plots import draw_curves
-    except ImportError as error:
-        raise DFlashError(f"--plot needs matplotlib; {install_extra('study')}.") from error
-    draw_curves(path, {one.summary.folder: one.curves for one in found})
-
-
-def _curves_table(found: list["ComparedRun"]) -> Any:
-    """Acceptance and heldout loss at every step at which some run was evaluated."""
-    names = ("acceptance_length", "heldout_loss")
-    steps = sorted({step for one in found for name in names for step, _ in one.curves[name]})
-    shown = ("acceptance", f"heldout loss{loss_mark([one.summary for one in found])}")
-    columns = ["step", *(f"{_name(one)} {name}" for name in shown for one in found)]
-    rows = []
-    for step in steps:
-        values = [dict(one.curves[name]).get(step) for name in names for one in found]
-        rows.append((str(step), *("-" if value is None else f"{value:.3f}" for value in values)))
-    return table(tuple(columns), rows)
-
-
-def _acceptance_table(found: list["ComparedRun"]) -> Any:
-    rows = []
-    for one in found:
-        intervals = (one.acceptance, one.ratio)
-        rows.append((one.summary.folder, *("-" if i is None else _interval(i.value, i.low, i.high) for i in intervals)))
-    return table(("run", "acceptance length (95 %)", "over the first run"), rows)
-
-
-def _prompts_line(count: int, all_heldout: bool) -> str:
-    """How many prompts were decoded, and why there is no interval where there is none."""
-    line = f"{count} prompt{'' if count == 1 else 's'} decoded{', all that the dataset holds out' * all_heldout}."
-    return line if count > 1 else f"{line} One says nothing about others, so there is no 95 % interval."
-
-
-def _name(one: "ComparedRun") -> str:
-    return Path(one.summary.folder).name
+    for cell in cells:
+        steps = f"{cell['steps']}/{cell['of_steps'] or '?'}" if cell["of_steps"] != 0 else "-"
+        levels = (*cell["levels"].values(), str(cell["seed"]))
+        rows.append((cell["name"], *levels, steps, f"{cell['answers']}/{count}"))
+    print_rich(table(("cell", *_short(plan.study.factors), "seed", "steps done", "answers done"), rows))
+    first = "" if took is None else f" (the first took {duration(took)})"
+    print(f"{incomplete} of {len(cells)} cells left.", end=" ")
+    print(f"To train: {left['drafters']} drafters{first}; to decode: {left['answers']} answers.")
 
 
 def _cells_table(rows: list[dict[str, Any]], factors: list[str]) -> Any:
@@ -235,25 +149,152 @@ def _cells_table(rows: list[dict[str, Any]], factors: list[str]) -> Any:
 def _effects_table(found: list["Effect"]) -> Any:
     lines = []
     for effect in found:
-        row = effect.row()
-        change = (_short([effect.factor])[0], f"{effect.before} -> {effect.after}", effect.prompts, effect.metric)
-        lines.append((*change, _with_limits(row, "ratio"), _agreement(effect), effect.verdict))
+        changed = effect.pairs - effect.tied
+        agreement = f"{effect.agreeing}/{changed}" if changed else "-"
+        change = (*_short([effect.factor]), f"{effect.before} -> {effect.after}", effect.prompts, effect.metric)
+        lines.append((*change, _with_limits(effect.row(), "ratio"), agreement, effect.verdict))
     return table(("factor", "change", "prompts", "of", "ratio (95 %)", "pairs agree", "verdict"), lines)
 
 
-def _agreement(effect: "Effect") -> str:
-    changed = effect.pairs - effect.tied
-    return f"{effect.agreeing}/{changed}" if changed else "-"
+def _short(factors: Any) -> list[str]:
+    from ..study.settings import short_name
 
-
-def _short(factors: list[str]) -> list[str]:
-    return [factor.removeprefix("decode.").removeprefix("train.") for factor in factors]
+    return [short_name(factor) for factor in factors]
 
 
 def _with_limits(row: dict[str, Any], name: str) -> str:
-    value, low, high = (row.get(key) for key in (name, f"{name}_low", f"{name}_high"))
-    return "-" if value is None else _interval(value, low, high)
+    return _interval(*(row.get(key) for key in (name, f"{name}_low", f"{name}_high")))
 
 
-def _interval(value: float, low: float | None, high: float | None) -> str:
-    return f"{value:.4g}" if low is None else f"{value:.4g} ({low:.4g}-{high:.4g})"
+def _interval(value: float | None, low: float | None, high: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}" if low is None else f"{value:.4g} ({low:.4g}-{high:.4g})"
+
+
+# --- compare ------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs of dflash train.")],
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.jsonl|HUB", help="Prompts to decode. Default: the first run's held-out ones."),
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Take only the first N prompts.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each answer.")] = 128,
+    decode: Annotated[
+        bool | None,
+        typer.Option(
+            "--decode/--no-decode",
+            help="Decode, or read the logs alone. Default: decode if every run has weights.",
+            show_default=False,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the learning curves.", callback=in_a_folder)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of tables.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Compare runs: settings that differ, acceptance, loss, speed, memory, learning curves, drafts on equal prompts.
+
+    Each run's best drafter decodes the same prompts alternately with the others.
+    Intervals (95 %) resample prompts together for all runs (paired bootstrap), so
+    what is hard about a prompt does not blur the difference. --no-decode is quick:
+    it reads the runs' recipes and logs alone.
+
+    Examples:
+
+    dflash compare runs/* --no-decode
+    dflash compare runs/one runs/two
+    dflash compare runs/* --prompts mine.jsonl --limit 50 --plot curves.svg
+    """
+    from ..study.compare import compare as run
+    from ..study.settings import PromptSet
+
+    show_progress()
+    chosen = None if prompts is None else PromptSet(file=prompts, limit=limit)
+    found = run(runs, chosen, limit, max_tokens, decode, trust_remote_code=trust_remote_code)
+    if plot is not None:
+        _draw_curves(plot, found)
+    if as_json:
+        print(json.dumps([one.results() for one in found]))
+        return
+    print_rich(_runs_table(found))
+    print_rich(_curves_table(found))
+    if found[0].prompts:
+        print_rich(_acceptance_table(found))
+        print(_prompts_line(found[0].prompts, all_heldout=prompts is None and found[0].prompts < limit))
+
+
+@app.command(hidden=True)
+def runs(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """``dflash compare --no-decode`` by its older name."""
+    compare(folders, decode=False, as_json=as_json)
+
+
+def _draw_curves(path: Path, found: list["ComparedRun"]) -> None:
+    try:
+        from ..study.plots import draw_curves
+    except ImportError as error:
+        raise DFlashError(f"--plot needs matplotlib; {install_extra('study')}.") from error
+    draw_curves(path, {one.folder: one.curves for one in found})
+
+
+def _runs_table(found: list["ComparedRun"]) -> Any:
+    """One row a run; a column for each setting in which the recipes differ."""
+    from ..training.loop.clock import duration
+
+    star = _loss_mark(found)
+    losses = (f"held-out loss{star}", f"loss{star}")
+    columns = ("run", *found[0].settings, "steps", "acceptance", "at step", *losses, "tokens/s", "time", "GB")
+    rows = []
+    for run in found:
+        steps = f"{run.step}/{run.steps}" if run.steps else str(run.step)
+        numbers = (run.best_acceptance, run.best_step, run.heldout_loss, run.loss, run.tokens_per_second)
+        formats = ("{:.2f}", "{}", "{:.3f}", "{:.3f}", "{:.0f}")
+        shown = ["-" if n is None else form.format(n) for n, form in zip(numbers, formats, strict=True)]
+        time = "-" if run.seconds is None else duration(run.seconds)
+        memory = "-" if run.peak_memory_gb is None else f"{run.peak_memory_gb:.1f}"
+        rows.append((run.folder, *map(str, run.settings.values()), steps, *shown, time, memory))
+    made = table(columns, rows)
+    if star:
+        made.caption = (
+            f"{star} By each run's own objective, and these differ: no run's loss can be compared with another's."
+        )
+        made.caption_justify = "left"
+    return made
+
+
+def _curves_table(found: list["ComparedRun"]) -> Any:
+    """Acceptance and held-out loss at every step at which some run was evaluated."""
+    names = ("acceptance_length", "heldout_loss")
+    steps = sorted({step for one in found for name in names for step, _ in one.curves[name]})
+    shown = ("acceptance", f"held-out loss{_loss_mark(found)}")
+    rows = []
+    for step in steps:
+        values = [dict(one.curves[name]).get(step) for name in names for one in found]
+        rows.append((str(step), *("-" if value is None else f"{value:.3f}" for value in values)))
+    return table(("step", *(f"{Path(one.folder).name} {name}" for name in shown for one in found)), rows)
+
+
+def _acceptance_table(found: list["ComparedRun"]) -> Any:
+    def shown(interval: "Interval | None") -> str:
+        return "-" if interval is None else _interval(interval.value, interval.low, interval.high)
+
+    rows = [(one.folder, shown(one.acceptance), shown(one.ratio)) for one in found]
+    return table(("run", "acceptance length (95 %)", "over the first run"), rows)
+
+
+def _loss_mark(found: list["ComparedRun"]) -> str:
+    """What marks losses that cannot be compared, since the runs' objectives differ."""
+    return "*" if any(name.startswith("objective") for name in found[0].settings) else ""
+
+
+def _prompts_line(count: int, all_heldout: bool) -> str:
+    """How many prompts were decoded, and why there is no interval where there is none."""
+    line = f"{count} prompt{'' if count == 1 else 's'} decoded{', all that the dataset holds out' * all_heldout}."
+    return line if count > 1 else f"{line} One says nothing about others, so there is no 95 % interval."

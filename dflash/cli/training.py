@@ -1,10 +1,5 @@
-"""``dflash recipe``, ``cache-features``, ``train``, ``runs``, ``export``: from a dataset to a drafter.
+"""``dflash recipe``, ``cache-features``, ``train``, ``export``: from a dataset to a drafter."""
 
-Knows options, files and what to print. Must not know how anything is computed. Mounted by ``cli``.
-"""
-
-import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +9,10 @@ from typer.core import TyperCommand
 
 from ..core.errors import DFlashError, did_you_mean
 from .options import TrustRemoteCode, not_empty
-from .terminal import print_rich
+from .terminal import print_rich, show_log
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
-    from ..training.runs import RunSummary
 
 app = typer.Typer()
 
@@ -36,7 +30,7 @@ def _load(recipe: str, settings: list[str] | None) -> "Recipe":
     from ..training.recipe import load_recipe
 
     checked = load_recipe(recipe, settings or [])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    show_log()
     return checked
 
 
@@ -150,27 +144,6 @@ def train(recipe: RecipeFile, settings: Settings = None, trust_remote_code: Trus
 
 
 @app.command()
-def runs(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs of dflash train.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of a table.")] = False,
-) -> None:
-    """Compare runs: in what their recipes differ, acceptance, loss, speed and memory.
-
-    Examples:
-
-    dflash runs runs/*
-    dflash runs runs/one runs/two --json
-    """
-    from ..training.runs import compare_runs
-
-    found = compare_runs(folders)
-    if as_json:
-        print(json.dumps([run.results() for run in found]))
-    else:
-        print_rich(runs_table(found))
-
-
-@app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of dflash train, finished or not.")],
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write the drafter.")],
@@ -219,34 +192,3 @@ def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Any:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def runs_table(runs: list["RunSummary"]) -> Any:
-    """One row a run; a column for each setting in which the recipes differ."""
-    from ..training.loop.clock import duration
-
-    settings = list(runs[0].settings)
-    star = loss_mark(runs)
-    losses = (f"heldout loss{star}", f"loss{star}")
-    columns = ("run", *settings, "steps", "acceptance", "at step", *losses, "tokens/s", "time", "GB")
-    rows = []
-    for run in runs:
-        steps = f"{run.step}/{run.steps}" if run.steps else str(run.step)
-        numbers = (run.best_acceptance, run.best_step, run.heldout_loss, run.loss, run.tokens_per_second)
-        formats = ("{:.2f}", "{}", "{:.3f}", "{:.3f}", "{:.0f}")
-        shown = ["-" if n is None else form.format(n) for n, form in zip(numbers, formats, strict=True)]
-        time = "-" if run.seconds is None else duration(run.seconds)
-        memory = "-" if run.peak_memory_gb is None else f"{run.peak_memory_gb:.1f}"
-        rows.append((run.folder, *(str(run.settings[name]) for name in settings), steps, *shown, time, memory))
-    shown = table(columns, rows)
-    if star:
-        shown.caption = (
-            f"{star} By each run's own objective, and these differ: no run's loss can be compared with another's."
-        )
-        shown.caption_justify = "left"
-    return shown
-
-
-def loss_mark(runs: Sequence["RunSummary"]) -> str:
-    """What marks losses that cannot be compared, since the runs' objectives differ."""
-    return "*" if any(name.startswith("objective") for name in runs[0].settings) else ""

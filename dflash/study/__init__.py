@@ -1,9 +1,9 @@
 """Studies: what makes drafts survive, by varying one thing and comparing in pairs.
 
-``settings`` reads a study and makes its cells, ``plan`` finds what is there, ``ablation`` carries out the rest,
-``results`` and ``bootstrap`` say what came of it, ``files`` and ``plots`` write it down; ``expected`` knows how long
-it takes. ``identity`` and ``answers`` keep finished cells apart and on disk. ``traces`` reads what
-``decoding/trace.py`` wrote, into tables with the standard quantities, and ``report`` shows it as a page.
+``settings`` reads a study and makes its cells, ``plan`` finds what is there of them, ``ablation`` carries out the rest.
+``cache`` keeps what is finished, under keys that name it by content. ``results`` makes rows and effects of it, which
+``files`` and ``plots`` write. ``compare`` sets runs of ``dflash train`` next to each other. Traces live in
+:mod:`dflash.evaluation` and can be read from here too.
 """
 
 from ..evaluation.trace_report import report as report

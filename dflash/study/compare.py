@@ -1,11 +1,8 @@
-"""Runs of ``dflash train`` side by side: what differs, how they learned, and whose drafts survive on equal prompts.
-
-Knows run folders, drafters and paired statistics. Must not know how a table or a plot is drawn.
-"""
+"""Runs of ``dflash train`` next to each other: what differs, how they learned, and whose drafts survive."""
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +11,56 @@ import numpy as np
 from ..core.errors import DFlashError
 from ..core.progress import progress
 from ..drafters.checkpoints.checkpoint import load_drafter
-from ..evaluation.acceptance import Acceptance, measure
+from ..evaluation.acceptance import measure
 from ..evaluation.statistics import Floats, Interval, bootstrap, ratio_of_sums
 from ..target import LoadedTargetModel, load_target
 from ..training.data.dataset import open_dataset, read_manifest
 from ..training.evaluate import heldout_prompts
 from ..training.export import export
-from ..training.loop.run_folder import BEST, read_log
-from ..training.runs import RunSummary, compare_runs, recorded_recipe
+from ..training.identity import differences
+from ..training.loop.run_folder import BEST, STATE, read_log, read_progress
+from ..training.runs import recorded_recipe
 from ..training.train import FINISHED
+from .plan import encoded
 from .settings import PromptSet
 
 CURVES = ("loss", "heldout_loss", "acceptance_length")
 
+_OF_THE_FOLDER = ("target", "run.folder", "data.folder", "data.cached_features")
+"""Settings that differ between equal runs."""
+
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run: its summary, its curves (step and value) by name, and its drafter's acceptance.
+    """One run: steps done of ``steps``, what its log says (``None`` where it says nothing), its drafter's acceptance.
+
+    ``settings`` are those in which the compared runs differ. ``best_acceptance`` (tokens per target pass) is that of
+    the best evaluation, at ``best_step``; the other values are the last ones. ``seconds`` is the time of all steps and
+    evaluations, ``tokens_per_second`` the median of the log's. ``curves`` are steps and values by name.
 
     ``acceptance`` is in tokens per target pass, ``ratio`` that over the first run's, on the same ``prompts`` prompts.
     """
 
-    summary: RunSummary
-    curves: dict[str, list[tuple[int, float]]]
+    folder: str
+    step: int
+    steps: int | None
+    best_acceptance: float | None = None
+    best_step: int | None = None
+    heldout_loss: float | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    peak_memory_gb: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    prompts: int = 0
     acceptance: Interval | None = None
     ratio: Interval | None = None
-    prompts: int = 0
 
     def results(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        intervals = {"acceptance": self.acceptance, "ratio": self.ratio}
-        known = {name: vars(interval) for name, interval in intervals.items() if interval is not None}
-        return self.summary.results() | {"curves": self.curves, "prompts": self.prompts} | known
+        undecoded = {name for name in ("acceptance", "ratio") if getattr(self, name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in undecoded}
 
 
 def compare(
@@ -53,47 +68,73 @@ def compare(
     prompts: PromptSet | None = None,
     limit: int = 32,
     max_tokens: int = 128,
-    decode: bool = True,
+    decode: bool | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> list[ComparedRun]:
-    """Compare runs of one target; without ``decode``, by their logs alone.
+    """Compare runs by their logs and, with ``decode``, their drafters; ``None`` decodes if every run has weights.
 
-    Each run's best drafter, or its last where none was evaluated, decodes the same prompts in turns with the others:
-    ``prompts``, or the heldout ones of the first run's dataset, at most ``limit``.
+    Each run's best drafter, or its last where none was evaluated, decodes the same prompts alternately with the
+    others: ``prompts``, or the held-out ones of the first run's dataset, at most ``limit``.
 
     Raises ``DFlashError`` for folders that hold no run, and runs of different targets.
     """
-    summaries = compare_runs(folders)
-    curves = [learning_curves(folder) for folder in folders]
-    if not decode:
-        return [ComparedRun(*pair) for pair in zip(summaries, curves, strict=True)]
     recipes = [recorded_recipe(folder) for folder in folders]
+    changes = [differences(recipes[0], recipe) for recipe in recipes[1:]]
+    varying = sorted({name for found in changes for name, _, _ in found}.difference(_OF_THE_FOLDER))
+    runs = [
+        summary(folder, {name: _at(recipe, name) for name in varying})
+        for folder, recipe in zip(folders, recipes, strict=True)
+    ]
+    if decode is None:
+        decode = all(_has_weights(folder) for folder in folders)
+    if not decode:
+        return runs
     _require_one_target(folders, recipes)
     target = load_target(recipes[0]["target"], trust_remote_code)
-    tokens = _prompts(target, prompts, Path(recipes[0]["data"]["folder"]), limit)
-    parts = _decode(target, [_drafter(folder) for folder in folders], tokens, max_tokens)
-    statistics = [ratio_of_sums([a.committed for a in own], [a.blocks for a in own]) for own in parts]
-
-    def over_first(number: int) -> Interval:
-        def ratio(weights_RP: Floats) -> Floats:
-            return np.asarray(statistics[number](weights_RP) / statistics[0](weights_RP))
-
-        return bootstrap(ratio, len(tokens))
-
+    if prompts is None:
+        tokens = heldout_prompts(open_dataset(Path(recipes[0]["data"]["folder"]), "heldout", target), limit)
+    else:
+        tokens = [prompt.tokens for prompt in encoded("prompts", prompts, target)][:limit]
+    intervals = _acceptance(target, [_drafter(folder) for folder in folders], tokens, max_tokens)
     return [
-        ComparedRun(summary, curve, bootstrap(statistic, len(tokens)), over_first(number), len(tokens))
-        for number, (summary, curve, statistic) in enumerate(zip(summaries, curves, statistics, strict=True))
+        replace(run, prompts=len(tokens), acceptance=acceptance, ratio=ratio)
+        for run, (acceptance, ratio) in zip(runs, intervals, strict=True)
     ]
 
 
-def learning_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Step and value of each of :data:`CURVES` in a run's log."""
-    lines = read_log(folder)
-    return {
-        name: [(line["step"], float(line[name])) for line in lines if isinstance(line.get(name), int | float)]
-        for name in CURVES
-    }
+def summary(folder: Path, settings: dict[str, Any]) -> ComparedRun:
+    """What the log and the checkpoint of a run say."""
+    lines, done = read_log(folder), read_progress(folder / STATE)
+
+    def curve(name: str) -> list[tuple[int, float]]:
+        return [(line["step"], float(line[name])) for line in lines if isinstance(line.get(name), int | float)]
+
+    def values(name: str) -> list[float]:
+        return [value for _, value in curve(name)]
+
+    curves, speeds = {name: curve(name) for name in CURVES}, sorted(values("tokens_per_s"))
+    best_step, best = max(curves["acceptance_length"], key=lambda point: point[1], default=(None, None))
+    return ComparedRun(
+        folder=str(folder),
+        step=done.step,
+        steps=done.steps or None,
+        best_acceptance=best,
+        best_step=best_step,
+        heldout_loss=next(reversed(values("heldout_loss")), None),
+        loss=next(reversed(values("loss")), None),
+        tokens_per_second=speeds[len(speeds) // 2] if speeds else None,
+        seconds=next(reversed(values("seconds")), None),
+        peak_memory_gb=max(values("peak_memory_gb"), default=None),
+        settings=settings,
+        curves=curves,
+    )
+
+
+def _at(values: Any, name: str) -> Any:
+    for key in name.split("."):
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
 
 
 def _require_one_target(folders: Sequence[Path], recipes: Sequence[dict[str, Any]]) -> None:
@@ -106,12 +147,8 @@ def _require_one_target(folders: Sequence[Path], recipes: Sequence[dict[str, Any
             )
 
 
-def _prompts(target: LoadedTargetModel, chosen: PromptSet | None, data: Path, limit: int) -> list[list[int]]:
-    if chosen is None:
-        return heldout_prompts(open_dataset(data, "heldout", target), limit)
-    from .plan import encoded
-
-    return [prompt.tokens for prompt in encoded("prompts", chosen, target)][:limit]
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (f"{FINISHED}/config.json", BEST, STATE))
 
 
 def _drafter(folder: Path) -> Any:
@@ -123,12 +160,20 @@ def _drafter(folder: Path) -> Any:
         return load_drafter(made)
 
 
-def _decode(
+def _acceptance(
     target: LoadedTargetModel, drafters: Sequence[Any], prompts: Sequence[list[int]], max_tokens: int
-) -> list[list[Acceptance]]:
-    """Each drafter's counts by prompt."""
-    parts: list[list[Acceptance]] = [[] for _ in drafters]
-    for prompt in progress(prompts, "compare"):
-        for drafter, own in zip(drafters, parts, strict=True):
-            own.append(measure(target, drafter, [prompt], max_tokens))
-    return parts
+) -> list[tuple[Interval, Interval]]:
+    """Each drafter's acceptance, and that over the first one's; all have the same prompts in every resample."""
+    counts = [
+        [measure(target, drafter, [prompt], max_tokens) for drafter in drafters]
+        for prompt in progress(prompts, "compare")
+    ]
+    lengths = [ratio_of_sums([a.committed for a in own], [a.blocks for a in own]) for own in zip(*counts, strict=True)]
+
+    def over_first(number: int) -> Interval:
+        def ratio(weights_RP: Floats) -> Floats:
+            return np.asarray(lengths[number](weights_RP) / lengths[0](weights_RP))
+
+        return bootstrap(ratio, len(prompts))
+
+    return [(bootstrap(length, len(prompts)), over_first(number)) for number, length in enumerate(lengths)]

@@ -1,11 +1,12 @@
-"""A study's results as files: tables, plots, and the commands that make each cell again.
+"""A study's results in its folder: tables, plots, and the commands that make each cell again.
 
-Knows rows and file formats. Must not know how a result comes about.
+These files are written:
 
     answers.csv     one row for each cell and prompt
     results.csv     one row for each cell and set of prompts, with 95 % intervals over prompts
     effects.csv     one row for each change of a factor: ratio, interval, verdict
     commands.sh     the command that makes each cell again
+    study.yaml      the study
     *.svg           acceptance and speed by the levels of each factor, where matplotlib is installed
 """
 
@@ -42,10 +43,8 @@ def write_results(plan: Plan, study_file: str | Path | None = None) -> list[Path
         _write(plan.folder / "effects.csv", as_csv([effect.row() for effect in found])),
         _write(plan.folder / "commands.sh", commands(plan, study_file or copy)),
     ]
-    if len(sessions_of(cells)) > 1:
-        logger.warning(
-            "The answers were timed by %d processes; compare their speeds with care.", len(sessions_of(cells))
-        )
+    if (sessions := len(sessions_of(cells))) > 1:
+        logger.warning("The answers were timed by %d processes; compare their speeds with care.", sessions)
     try:
         from .plots import draw
     except ImportError:
@@ -85,7 +84,7 @@ def commands(plan: Plan, study_file: str | Path) -> str:
     lines = ["# Each makes one cell again, from nothing: its drafter where one is trained, and its answers."]
     for planned in plan.cells:
         parts = ["dflash", "ablate", str(study_file), "--only", planned.name, "--set", f"folder={folder}"]
-        lines.append(f"{shlex.join(parts)}  # {str(planned).partition(' ')[2]}")
+        lines.append(f"{shlex.join(parts)}  # {planned}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,11 +1,4 @@
-"""What a study consists of on this machine: its cells with their keys, its prompts, and what is there already.
-
-Knows settings, keys and where things lie. Must not know how a drafter is trained or a prompt is decoded.
-
-    features/KEY/       the target's features, where the study caches them
-    trained/KEY/        the run of dflash train that made a drafter, with ``finished.json`` once it is complete
-    answers/KEY.json    the answers of one way of decoding, or of plain mlx_lm
-"""
+"""What a study consists of on this machine: its cells with their keys, its prompts, and what is still to be done."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,28 +12,31 @@ from ..core.files import read_json
 from ..core.settings import SettingsError
 from ..drafters.checkpoints.checkpoint import load_drafter
 from ..drafters.combined import PREFIX as COMBINED
+from ..drafters.kinds import drafter_class
+from ..evaluation.runs import rotated
 from ..generate import PAIR
 from ..options import decode_options
 from ..prompts.conversations import read_conversations
 from ..prompts.tokens import prompt_tokens
 from ..target import LoadedTargetModel
 from ..target.identity import target_fingerprint
+from ..training.drafters.init import drafter_config, new_drafter
+from ..training.loop.run_folder import STATE, read_progress
 from ..training.recipe import Recipe
-from .answers import Answers
-from .identity import (
-    FeaturesRead,
+from .cache import (
+    FEATURES,
+    FINISHED,
+    TRAINED,
+    Answers,
     decoding_key,
     drafter_identity,
     features_key,
-    features_read,
     plain_key,
     plain_options,
     prompt_key,
     training_key,
 )
-from .settings import BUNDLED, HELDOUT, Cell, PromptSet, Study, make_cells
-
-FEATURES_FOLDER, TRAINED_FOLDER, FINISHED = "features", "trained", "finished.json"
+from .settings import BUNDLED, HELDOUT, Cell, PromptSet, Study, make_cells, short_name
 
 
 @dataclass(frozen=True)
@@ -67,9 +63,8 @@ class PlannedCell:
         return self.answers[:8]
 
     def __str__(self) -> str:
-        levels = ", ".join(f"{factor.removeprefix('decode.').removeprefix('train.')} {label}" for factor, label in
-                           self.cell.levels.items())  # fmt: skip
-        return f"{self.name} ({levels}, seed {self.cell.seed})"
+        levels = (f"{short_name(factor)} {label}" for factor, label in self.cell.levels.items())
+        return f"{self.name} ({', '.join(levels)}, seed {self.cell.seed})"
 
 
 class Plan:
@@ -85,7 +80,7 @@ class Plan:
         self.prompts = [p for name, chosen in study.prompt_sets.items() for p in encoded(name, chosen, target)]
         fingerprint = target_fingerprint(target)
         cells = [_planned(cell, fingerprint) for cell in make_cells(study)]
-        check_decoding([cell.cell for cell in cells], target)
+        _check_decoding([cell.cell for cell in cells], target)
         _check_different(cells, fingerprint)
         names = [cell.name for cell in cells]
         for name in only:
@@ -93,69 +88,72 @@ class Plan:
                 raise DFlashError(f"The study has no cell {name!r}; {did_you_mean(name, names)}")
         self.cells = [cell for cell in cells if not only or cell.name in only]
 
+    # --- training ---------------------------------------------------------------------------------------------
+
     @cached_property
     def trainings(self) -> dict[str, Recipe]:
-        """The recipe of each drafter by its key; its run folder is its own."""
-        names, recipes = self._feature_keys() if self.study.cache_features else {}, {}
-        for key, recipe in self._recipes.items():
-            run, data = dataclasses.replace(recipe.run, folder=self.run_folder(key)), recipe.data
-            if key in names:
-                data = dataclasses.replace(data, cached_features=self.folder / FEATURES_FOLDER / names[key])
-            recipes[key] = dataclasses.replace(recipe, run=run, data=data)
+        """The recipe of each drafter by its key, with the study's folders.
+
+        Trainings share features of the same layers and text, with hidden states if any of them needs those.
+        """
+        cells = {cell.training: cell.cell.recipe for cell in self.cells if cell.training is not None}
+        recipes = {
+            key: dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, folder=self.run_folder(key)))
+            for key, recipe in cells.items()
+            if recipe is not None
+        }
+        if not self.study.cache_features:
+            return recipes
+        reads = {key: features_read(recipe, self.target) for key, recipe in recipes.items()}
+        complete = {key: features_key(recipes[key].data, layer_ids, True) for key, (layer_ids, _) in reads.items()}
+        needed = {complete[key] for key, (_, with_hidden) in reads.items() if with_hidden}
+        for key, recipe in recipes.items():
+            name = complete[key] if complete[key] in needed else features_key(recipe.data, reads[key][0], False)
+            data = dataclasses.replace(recipe.data, cached_features=self.folder / FEATURES / name)
+            recipes[key] = dataclasses.replace(recipe, data=data)
         return recipes
 
-    @cached_property
-    def reads(self) -> dict[str, FeaturesRead]:
-        """What each training reads of the target, by its key."""
-        known: dict[str, FeaturesRead] = {}
-        reads = {}
-        for key, recipe in self._recipes.items():
-            alike = repr((dataclasses.replace(recipe.drafter, seed=0), recipe.objective.kind))
-            if alike not in known:
-                known[alike] = features_read(recipe, self.target)
-            reads[key] = known[alike]
-        return reads
+    @property
+    def untrained(self) -> list[str]:
+        """The keys of the drafters that are not complete."""
+        return [key for key in self.trainings if self.finished(key) is None]
 
-    def caches(self, trainings: Sequence[str]) -> dict[Path, str]:
-        """The folders of features that ``trainings`` read, each with the key of the training that needs most of it.
+    def feature_recipes(self) -> list[Recipe]:
+        """For each folder of features that an untrained drafter reads, the recipe of the plan that needs most of it."""
 
-        A folder of the study's own is the one that its key says, so there finished trainings count too.
-        """
-        folders = {self.trainings[key].data.cached_features for key in trainings}
-        readers = [
-            (folder, key)
-            for key in (self.trainings if self.study.cache_features else trainings)
-            if (folder := self.trainings[key].data.cached_features) is not None and folder in folders
-        ]
-        return dict(sorted(readers, key=lambda reader: self.reads[reader[1]].amount))  # the last one of a folder stays
+        def amount(recipe: Recipe) -> tuple[bool, int]:
+            layer_ids, with_hidden = features_read(recipe, self.target)
+            return with_hidden, len(layer_ids)
 
-    def _feature_keys(self) -> dict[str, str]:
-        """The key of each training's features; with hidden states where any training needs them."""
-
-        def name(key: str, with_hidden: bool) -> str:
-            return features_key(self._recipes[key].data, self.reads[key].layer_ids, with_hidden)
-
-        complete = {name(key, True) for key, read in self.reads.items() if read.with_hidden}
-        return {key: name(key, name(key, True) in complete) for key in self.reads}
-
-    @cached_property
-    def _recipes(self) -> dict[str, Recipe]:
-        return {c.training: c.cell.recipe for c in self.cells if c.training is not None and c.cell.recipe is not None}
-
-    @cached_property
-    def sides(self) -> dict[str, PlannedCell]:
-        """Each way of decoding once, by the key of its answers; plain ones by their cells' ``plain``."""
-        plain = {cell.plain: cell for cell in self.cells} if self.study.plain else {}
-        return plain | {cell.answers: cell for cell in self.cells}
+        wanted = {self.trainings[key].data.cached_features for key in self.untrained} - {None}
+        readers = [recipe for recipe in self.trainings.values() if recipe.data.cached_features in wanted]
+        return list({recipe.data.cached_features: recipe for recipe in sorted(readers, key=amount)}.values())
 
     def run_folder(self, training: str) -> Path:
         """Where a drafter is trained."""
-        return self.folder / TRAINED_FOLDER / training
+        return self.folder / TRAINED / training
 
     def finished(self, training: str) -> dict[str, Any] | None:
         """What is known of a complete training: ``seconds``, ``steps``, ``parameters``; else ``None``."""
         path = self.run_folder(training) / FINISHED
         return read_json(path) if path.exists() else None
+
+    def steps(self, training: str | None) -> tuple[int, int | None]:
+        """Steps done of a training and all of them (``None``: its data will tell); 0 of 0 where nothing is trained."""
+        if training is None:
+            return 0, 0
+        if (done := self.finished(training)) is not None:
+            return done["steps"], done["steps"]
+        begun = read_progress(self.run_folder(training) / STATE)
+        return begun.step, self.trainings[training].run.steps or begun.steps or None
+
+    # --- decoding ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def sides(self) -> dict[str, PlannedCell]:
+        """Each way of decoding once, by the key of its answers; plain decoding by the cell's ``plain``."""
+        plain = {cell.plain: cell for cell in self.cells} if self.study.plain else {}
+        return plain | {cell.answers: cell for cell in self.cells}
 
     def answers(self, key: str) -> Answers:
         """The answers of a side, as far as they are there."""
@@ -165,6 +163,52 @@ class Plan:
         drafter = {"drafter": "none"} if plain else planned.cell.drafter
         return Answers(self.folder, key, {"drafter": drafter, "options": options})
 
+    def turns(self) -> list[tuple[StudyPrompt, list[str]]]:
+        """Each prompt with the sides that have not answered it, in their order.
+
+        Another side comes first on each prompt, so that a machine that slows down does so for all alike.
+        """
+        answers, turns = {key: self.answers(key) for key in self.sides}, []
+        for number, prompt in enumerate(self.prompts):
+            if missing := [key for key in rotated([*answers], number) if prompt.key not in answers[key]]:
+                turns.append((prompt, missing))
+        return turns
+
+
+def features_read(recipe: Recipe, target: LoadedTargetModel) -> tuple[tuple[int, ...], bool]:
+    """The layers whose features the training of ``recipe`` reads, and whether it reads the final hidden states too.
+
+    Raises ``DFlashError`` for a drafter that cannot be made for ``target`` or read.
+    """
+    shape = recipe.drafter
+    if shape.from_ is not None:
+        drafter: Any = new_drafter(shape, target)
+    else:
+        drafter = drafter_class(shape.kind)(drafter_config(shape, target))  # its weights are never computed
+    return drafter.target_layer_ids, recipe.objective.needs_target_logits or drafter.needs_target_logits
+
+
+def drafter_source(name: str) -> str | Path:
+    """What :func:`~dflash.load_drafter` takes for the drafter that a study calls ``name``."""
+    if name.startswith(COMBINED):
+        return f"{COMBINED}{drafter_source(name.removeprefix(COMBINED))}"
+    return PAIR / "drafter" if name == BUNDLED else name
+
+
+def encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[StudyPrompt]:
+    """The prompts of a set. Raises ``DataError`` where the target cannot take one."""
+    source = HELDOUT if chosen.file == BUNDLED else chosen.file
+    prompts = []
+    for conversation in read_conversations(source, template=chosen.template, limit=chosen.limit):
+        messages = list(conversation.unanswered().messages)
+        alone = len(messages) == 1 and messages[0]["role"] == "user"
+        try:
+            tokens = prompt_tokens(target, messages[0]["content"] if alone else messages, chat=chosen.chat)
+        except GenerationError as error:
+            raise DataError(f"{conversation.where}: {error}") from error
+        prompts.append(StudyPrompt(name, tokens, prompt_key(tokens)))
+    return prompts
+
 
 def _planned(cell: Cell, target: str) -> PlannedCell:
     training = None if cell.recipe is None else training_key(cell.recipe, target)
@@ -172,9 +216,16 @@ def _planned(cell: Cell, target: str) -> PlannedCell:
     return PlannedCell(cell, training, decoding_key(cell, target, drafter), plain_key(cell, target))
 
 
-def check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+def _check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
     """Raise :class:`~dflash.core.settings.SettingsError` for settings that target or drafter cannot decode with."""
-    own_block_size = lru_cache(_own_block_size)
+
+    @lru_cache
+    def own_block_size(drafter: str, bits: int | None, window: int | None) -> int:
+        return int(load_drafter(drafter_source(drafter), bits, window).block_size)
+
     for cell in cells:
         asked, who = decode_options(cell.options), cell.drafter
         try:
@@ -195,41 +246,15 @@ def check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
             raise SettingsError(f"decode.block_size {who['block_size']} is more than the drafter's own {own}.")
 
 
-def _own_block_size(drafter: str, bits: int | None, window: int | None) -> int:
-    return int(load_drafter(drafter_source(drafter), bits, window).block_size)
-
-
-def drafter_source(name: str) -> str | Path:
-    """What :func:`~dflash.load_drafter` takes for the drafter that a study calls ``name``."""
-    if name.startswith(COMBINED):
-        return f"{COMBINED}{drafter_source(name.removeprefix(COMBINED))}"
-    return PAIR / "drafter" if name == BUNDLED else name
-
-
 def _check_different(cells: Sequence[PlannedCell], target: str) -> None:
     """Raise :class:`~dflash.core.settings.SettingsError` if two combinations of levels are decoded alike."""
     known: dict[tuple[str, int], Cell] = {}
     for planned in cells:
         cell = planned.cell
-        plainly = dataclasses.replace(cell, options=decode_options(cell.options).given())  # without what is usual
-        other = known.setdefault((_planned(plainly, target).answers, cell.seed), cell)
+        without_defaults = dataclasses.replace(cell, options=decode_options(cell.options).given())
+        other = known.setdefault((_planned(without_defaults, target).answers, cell.seed), cell)
         for factor, label in cell.levels.items():
             if other.levels[factor] != label:
                 raise SettingsError(
                     f"vary: {factor}: {other.levels[factor]} and {label} are the same cell; leave one of them out."
                 )
-
-
-def encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[StudyPrompt]:
-    """The prompts of a set. Raises ``DataError`` where the target cannot take one."""
-    source = HELDOUT if chosen.file == BUNDLED else chosen.file
-    prompts = []
-    for conversation in read_conversations(source, template=chosen.template, limit=chosen.limit):
-        messages = list(conversation.unanswered().messages)
-        alone = len(messages) == 1 and messages[0]["role"] == "user"
-        try:
-            tokens = prompt_tokens(target, messages[0]["content"] if alone else messages, chat=chosen.chat)
-        except GenerationError as error:
-            raise DataError(f"{conversation.where}: {error}") from error
-        prompts.append(StudyPrompt(name, tokens, prompt_key(tokens)))
-    return prompts

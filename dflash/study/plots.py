@@ -1,9 +1,7 @@
 """Plots of a study: a metric by the levels of each factor, a panel a factor.
 
-Knows matplotlib and rows of results. Must not know how they came about.
-
-Shown are the cells in which the factor alone differs: thin lines join cells alike in everything else, the thick mark
-is their mean with the 95 % interval over prompts.
+A panel shows the cells in which its factor alone differs. Thin lines join cells alike in everything else; the thick
+mark is their mean with the 95 % interval over prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +16,7 @@ from matplotlib.figure import Figure
 from ..core.files import atomic_write, remove_unfinished
 from ..evaluation.statistics import Floats, bootstrap
 from .results import CellAnswers, matched
+from .settings import short_name
 
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#57534e")
 _METRICS = {
@@ -28,11 +27,10 @@ _METRICS = {
 
 def draw(folder: Path, factors: Sequence[str], cells: Sequence[CellAnswers]) -> list[Path]:
     """Write ``acceptance.svg`` and, where plain decoding was timed too, ``speed.svg`` into ``folder``."""
-    complete = [cell for cell in cells if len(cell.answers) == cell.expected]
     files = []
     for name, (attribute, label) in _METRICS.items():
-        usable = [cell for cell in complete if cell.plain or attribute != "speedup"]
-        usable = [cell for cell in usable if np.isfinite(_values(cell, attribute)).all()]
+        usable = [cell for cell in cells if cell.complete and (cell.plain or attribute != "speedup")]
+        usable = [cell for cell in usable if np.isfinite(cell.value(attribute))]
         shown = [factor for factor in factors if matched(usable, factor)]
         if shown:
             files.append(_save(folder / f"{name}.svg", _figure(shown, usable, attribute, label)))
@@ -65,7 +63,7 @@ def _figure(factors: Sequence[str], cells: Sequence[CellAnswers], attribute: str
         for number, name in enumerate(sets):
             mine = [cell for cell in cells if cell.prompts == name]
             _panel(panel, factor, mine, attribute, COLOURS[number % len(COLOURS)], name)
-        panel.set_title(factor.removeprefix("decode.").removeprefix("train."), fontsize=9)
+        panel.set_title(short_name(factor), fontsize=9)
         panel.tick_params(labelsize=8)
         panel.grid(axis="y", alpha=0.25)
     for panel in panels[len(factors) :]:
@@ -81,9 +79,7 @@ def _panel(panel: Any, factor: str, cells: Sequence[CellAnswers], attribute: str
     labels = list(dict.fromkeys(cell.planned.cell.levels[factor] for group in groups for cell in group))
     lines = []
     for group in groups:
-        points = [
-            (labels.index(cell.planned.cell.levels[factor]), float(_values(cell, attribute)[0])) for cell in group
-        ]
+        points = [(labels.index(cell.planned.cell.levels[factor]), cell.value(attribute)) for cell in group]
         lines.append(sorted(points))
     panel.add_collection(LineCollection(lines, colors=colour, alpha=0.25, linewidths=0.8))
     for x, label in enumerate(labels):
@@ -102,10 +98,6 @@ def _mean(cells: Sequence[CellAnswers], attribute: str) -> Any:
         return np.asarray(np.mean([getattr(cell, attribute)(weights_RP) for cell in cells], axis=0))
 
     return statistic
-
-
-def _values(cell: CellAnswers, attribute: str) -> Floats:
-    return np.asarray(getattr(cell, attribute)(np.ones((1, len(cell.answers)))))
 
 
 def _save(path: Path, figure: Figure) -> Path:

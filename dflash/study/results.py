@@ -1,10 +1,9 @@
-"""What came of a study: a row for each cell and set of prompts, and what each factor did.
+"""The results of a study: a row for each cell and set of prompts, and the effect of each factor.
 
-Knows the answers that are there. Must not know how they were made, or how a table or plot is drawn.
-
-A factor's effect is taken between cells that are alike in everything else, seed and prompts too, as a ratio of
-acceptance lengths or speeds (prompt by prompt, the median: one stall moves nothing). Its interval covers other prompts
-(bootstrap) and, where there are several seeds, other seeds: the spread of all cells that differ in the seed alone.
+An effect compares cells that are alike in everything else, seed and prompts included. It is a ratio of acceptance
+lengths, or the median over prompts of the ratio of speeds, which one stall does not move. Its interval covers other
+prompts (bootstrap) and, where there are several seeds, other seeds: the spread of the cells that differ in the seed
+alone.
 """
 
 import dataclasses
@@ -17,18 +16,18 @@ from typing import Any
 import numpy as np
 
 from ..evaluation.statistics import Floats, Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
-from .answers import Answer
+from .cache import Answer
 from .plan import Plan, PlannedCell
 
 FEWEST_PROMPTS = 5
-"""With fewer the bootstrap is far too sure."""
+"""With fewer, the bootstrap's intervals are far too narrow."""
 
 Statistic = Callable[[Floats], Floats]
 
 
 @dataclass(frozen=True)
 class CellAnswers:
-    """A cell's answers to one set of prompts, and the plain ones to the same prompts where there are any."""
+    """A cell's answers to one set of prompts, and plain decoding's answers to the same prompts if there are any."""
 
     planned: PlannedCell
     prompts: str
@@ -36,6 +35,11 @@ class CellAnswers:
     plain: list[Answer]
     expected: int
     training: dict[str, Any]
+
+    def value(self, metric: str) -> float:
+        """``acceptance``, ``speed`` or ``speedup`` on these prompts; it need not be a number."""
+        statistic: Statistic = getattr(self, metric)
+        return float(statistic(np.ones((1, len(self.answers))))[0])
 
     @cached_property
     def acceptance(self) -> Statistic:
@@ -53,8 +57,13 @@ class CellAnswers:
         return median_of(_speeds(self.answers) / _speeds(self.plain))
 
     @property
+    def complete(self) -> bool:
+        """Whether every prompt is answered."""
+        return len(self.answers) == self.expected
+
+    @property
     def identical(self) -> bool | None:
-        """Whether all texts are those of plain decoding; ``None`` where they need not be."""
+        """Whether all texts equal those of plain decoding; ``None`` where they need not."""
         if not self.plain or not self.planned.cell.greedy:
             return None
         return all(a.tokens == p.tokens for a, p in zip(self.answers, self.plain, strict=True))
@@ -64,11 +73,7 @@ class CellAnswers:
         count, cell = len(self.answers), self.planned.cell
         passes = sum(len(a.committed) for a in self.answers)
         row: dict[str, Any] = {"cell": self.planned.name, **cell.levels, "seed": cell.seed, "prompts": self.prompts}
-        row |= {
-            "answers": count,
-            "complete": count == self.expected,
-            "tokens": sum(len(a.tokens) for a in self.answers),
-        }
+        row |= {"answers": count, "complete": self.complete, "tokens": sum(len(a.tokens) for a in self.answers)}
         row |= _columns("acceptance_length", bootstrap(self.acceptance, count) if passes else None)
         row["drafted_per_pass"] = _rounded(sum(sum(a.drafted) for a in self.answers) / passes) if passes else None
         row |= _columns("tokens_per_s", bootstrap(self.speed, count))
@@ -81,8 +86,8 @@ class CellAnswers:
 class Effect:
     """What going from one level of a factor to another does to a metric, as a ratio.
 
-    ``pairs`` cells were compared on ``answers`` prompts: in ``agreeing`` of them the change has the sign of the whole,
-    in ``tied`` of them there is none.
+    ``pairs`` of cells were compared on ``answers`` prompts: ``agreeing`` of them changed in the direction of the ratio,
+    ``tied`` of them not at all.
     """
 
     factor: str
@@ -98,7 +103,7 @@ class Effect:
 
     @property
     def verdict(self) -> str:
-        """``higher``, ``lower``, or that the interval holds no change too; of few prompts nothing is said."""
+        """``higher``, ``lower``, ``not told apart`` if the interval includes 1, or ``too few prompts``."""
         low, high = self.ratio.low, self.ratio.high
         if low is None or high is None or self.answers < FEWEST_PROMPTS:
             return "too few prompts"
@@ -116,26 +121,25 @@ def collect(plan: Plan) -> list[CellAnswers]:
     found, kept = [], {key: plan.answers(key) for key in plan.sides}
     for planned in plan.cells:
         training = {} if planned.training is None else plan.finished(planned.training) or {}
+        own, plain = kept[planned.answers], kept.get(planned.plain)
         for name in plan.study.prompt_sets:
             wanted = [p.key for p in plan.prompts if p.set == name]
-            there = [key for key in wanted if key in kept[planned.answers]]
-            plain = kept.get(planned.plain)
-            there = there if plain is None else [key for key in there if key in plain]
+            there = [key for key in wanted if key in own and (plain is None or key in plain)]
             if there:
-                own = [kept[planned.answers][key] for key in there]
                 reference = [] if plain is None else [plain[key] for key in there]
-                found.append(CellAnswers(planned, name, own, reference, len(wanted), training))
+                answers = [own[key] for key in there]
+                found.append(CellAnswers(planned, name, answers, reference, len(wanted), training))
     return found
 
 
 def sessions_of(cells: Sequence[CellAnswers]) -> set[str]:
     """The processes that measured these answers."""
-    return {a.at for cell in cells for a in [*cell.answers, *cell.plain]}
+    return {answer.at for cell in cells for answer in [*cell.answers, *cell.plain]}
 
 
 def effects(plan: Plan, cells: Sequence[CellAnswers]) -> list[Effect]:
-    """Of every factor each level against its first, for each set of prompts and metric; complete cells only."""
-    complete = [cell for cell in cells if len(cell.answers) == cell.expected]
+    """Each level of every factor against its first, for each set of prompts and metric, between complete cells."""
+    complete = [cell for cell in cells if cell.complete]
     found = []
     for factor, levels in plan.study.factors.items():
         first, *others = levels
@@ -144,7 +148,7 @@ def effects(plan: Plan, cells: Sequence[CellAnswers]) -> list[Effect]:
             for label in others:
                 pairs = list(_pairs(mine, factor, first, label))
                 for metric, (attribute, _) in _METRICS.items():
-                    usable = [pair for pair in pairs if all(_defined(getattr(cell, attribute), cell) for cell in pair)]
+                    usable = [pair for pair in pairs if all(math.isfinite(cell.value(attribute)) for cell in pair)]
                     if usable:
                         found.append(_effect((factor, first, label, name, metric), usable, mine))
     return found
@@ -190,22 +194,15 @@ def _between_seeds(cells: Sequence[CellAnswers], attribute: str) -> tuple[float,
     """Standard deviation of the metric's logarithm between cells that differ in the seed alone, and its freedom."""
     groups: dict[Any, dict[str, float]] = {}
     for cell in cells:
-        statistic = getattr(cell, attribute)
-        if _defined(statistic, cell):
-            value = float(np.log(statistic(np.ones((1, len(cell.answers)))))[0])
-            groups.setdefault(tuple(cell.planned.cell.levels.items()), {})[cell.planned.answers] = value
+        if math.isfinite(value := cell.value(attribute)):
+            groups.setdefault(tuple(cell.planned.cell.levels.items()), {})[cell.planned.answers] = math.log(value)
     freedom = sum(len(values) - 1 for values in groups.values())
     squares = sum(float(np.var(list(values.values())) * len(values)) for values in groups.values())
     return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
 
 
-def _defined(statistic: Statistic, cell: CellAnswers) -> bool:
-    return bool(np.isfinite(statistic(np.ones((1, len(cell.answers)))))[0])
-
-
 def _speeds(answers: Sequence[Answer]) -> Floats:
-    """Tokens per second of each answer; not a number of those of one token."""
-    return np.array([a.timed_tokens / a.seconds if a.timed_tokens > 0 < a.seconds else np.nan for a in answers])
+    return np.array([answer.speed for answer in answers])
 
 
 def _acceptance_change(before: CellAnswers, after: CellAnswers) -> Statistic:
@@ -220,7 +217,7 @@ _METRICS: dict[str, tuple[str, Callable[[CellAnswers, CellAnswers], Statistic]]]
     "acceptance_length": ("acceptance", _acceptance_change),
     "tokens_per_s": ("speed", _speed_change),
 }
-"""Of each metric the attribute of :class:`CellAnswers`, and the logarithm of its change between two cells."""
+"""The attribute of :class:`CellAnswers` for each metric, and the logarithm of its change between two cells."""
 
 
 def _columns(name: str, interval: Interval | None) -> dict[str, float | None]:

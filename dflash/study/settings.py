@@ -1,10 +1,7 @@
-"""A study as its YAML says it: what all cells share, what varies, and the cells that come of it.
-
-Knows names of settings and which values go together. Must not know models, files of results or how a cell is
-carried out.
+"""A study as its YAML says it: what all cells share, what varies, and the cells that follow.
 
 A setting of decoding is named ``decode.KEY``, one of the recipe ``train.KEY`` with the dotted path that
-``dflash train --set`` takes. A factor is such a name with a list of values, or a name of one's own with labelled
+``dflash train --set`` takes. A factor is such a name with a list of values, or any other name with labelled
 groups of settings that change together.
 """
 
@@ -36,7 +33,9 @@ from ..training.recipe import Recipe, bundled_recipes
 TRAINED = "trained"
 MAX_TOKENS = 256
 DRAFTER_SETTINGS = ("drafter", "block_size", "draft_bits", "draft_window")
-"""Settings of decoding that are no field of :class:`~dflash.DecodeOptions`: who drafts."""
+"""Settings of decoding that choose the drafter, and are no field of :class:`~dflash.DecodeOptions`."""
+
+DECODE_SETTINGS = (*DRAFTER_SETTINGS, *(option.name for option in dataclasses.fields(DecodeOptions)))
 
 _LEAST = {"block_size": 2, "draft_bits": 2, "draft_window": 1, "max_tokens": 1}
 """The least that decoding takes: a block of one position drafts nothing, and plain decoding needs a token."""
@@ -50,8 +49,8 @@ _DECODE, _TRAIN = "decode.", "train."
 class PromptSet(Checked):
     """Requests that every cell answers; ``chat: false`` takes each text as it stands."""
 
-    file: str = setting(BUNDLED, "a JSONL file or a hub dataset; bundled: heldout requests of the bundled models")
-    limit: int | None = setting(None, "only the first so many", above=0)
+    file: str = setting(BUNDLED, "a JSONL file or a hub dataset; bundled: held-out requests of the bundled models")
+    limit: int | None = setting(None, "only the first N", above=0)
     template: str | None = setting(None, "makes the prompt from a line's keys: 'Question: {question}'")
     chat: bool = setting(True, "put each through the target's chat template")
 
@@ -78,25 +77,25 @@ class Study(Checked):
     design: Literal["product", "one_at_a_time"] = setting(
         "product", "all combinations, or each factor alone around the first value of all"
     )
-    seeds: tuple[int, ...] = setting((0,), "each cell once with each: weights, data, and samples if any are drawn")
-    plain: bool = setting(True, "decode plainly with mlx_lm too, in the same turns, to compare speed and text")
+    seeds: tuple[int, ...] = setting((0,), "each cell once with each: weights, data, and sampling if there is any")
+    plain: bool = setting(True, "decode plainly with mlx_lm too, alternately, to compare speed and text")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.seeds), "seeds is empty; give at least one, such as [0].")
         require(len(set(self.seeds)) == len(self.seeds), f"seeds must differ, got {list(self.seeds)}.")
         require(self.recipe is not None or not self.train, "train changes a recipe, and there is none; give recipe.")
-        _ = self.prompt_sets, self.factors  # what is wrong with them shows now
+        _ = self.prompt_sets, self.factors  # mistakes in them show now
 
     @property
     def prompt_sets(self) -> dict[str, PromptSet]:
-        """The sets of prompts by name; without any, the heldout requests of the bundled models."""
+        """The sets of prompts by name; without any, the held-out requests of the bundled models."""
         given = self.prompts or {BUNDLED: {}}
         return {str(name): from_dict(PromptSet, values or {}, f"prompts: {name}") for name, values in given.items()}
 
     @property
     def factors(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Of each factor the settings of each level, by their labels."""
+        """The settings of each level, by factor and label."""
         return {str(name): _levels(str(name), values) for name, values in self.vary.items()}
 
 
@@ -106,10 +105,10 @@ class Cell:
 
     Args:
         levels: The label of each factor's level.
-        seed: Of weights, data and samples.
+        seed: Of weights, data and sampling.
         drafter: Settings of :data:`DRAFTER_SETTINGS`, as far as they are given.
         options: Options of decoding, checked.
-        recipe: Trains the drafter; its ``run.folder`` is that of the study. ``None``: the drafter is there.
+        recipe: Trains the drafter; its ``run.folder`` is that of the study. ``None``: the drafter exists.
     """
 
     levels: dict[str, str]
@@ -120,7 +119,7 @@ class Cell:
 
     @property
     def greedy(self) -> bool:
-        """Whether its text must be that of plain decoding; elsewhere a rounding may turn a draw."""
+        """Whether its text must be that of plain decoding; with sampling a rounding may change a token."""
         return self.options.get("temp", 0.0) < GREEDY_BELOW and self.options.get("sampler") is None
 
 
@@ -155,11 +154,15 @@ def combinations(study: Study) -> list[dict[str, str]]:
     return [first, *(first | {name: label} for name, known in labels.items() for label in known[1:])]
 
 
-def known_settings(study: Study) -> list[str]:
-    """What a factor may be called, for suggestions."""
-    decode = [*DRAFTER_SETTINGS, *(f.name for f in dataclasses.fields(DecodeOptions))]
-    train = [line.key for line in settings_help(Recipe)] if study.recipe is not None else []
-    return [*(_DECODE + name for name in decode), *(_TRAIN + name for name in dict.fromkeys(train))]
+def target_of(study: Study) -> str:
+    """The target of all cells: the study's, else the recipe's, else the bundled one."""
+    base = _base_recipe(study)
+    return study.target or BUNDLED if base is None else str(base["target"])
+
+
+def short_name(factor: str) -> str:
+    """How tables name a factor."""
+    return factor.removeprefix(_DECODE).removeprefix(_TRAIN)
 
 
 # --- levels ---------------------------------------------------------------------------------------------------
@@ -182,42 +185,45 @@ def _levels(factor: str, values: Any) -> dict[str, dict[str, Any]]:
 
 
 def label_of(value: Any) -> str:
-    """How tables name a value: JSON without quotation marks round a text."""
+    """How tables name a value: text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _cell(study: Study, base: dict[str, Any] | None, levels: dict[str, str], seed: int) -> Cell:
-    settings: dict[str, Any] = {}
+    decode, train = dict(study.decode), dict[str, Any]()
     for factor, label in levels.items():
-        settings |= study.factors[factor][label]
-    for name in settings:
-        section, _, key = name.partition(".")
-        if section == "train" and base is None:
-            raise SettingsError(f"vary: {name} changes a recipe, and there is none; train.* needs recipe.")
-        if not key or section not in ("decode", "train"):
-            hint = did_you_mean(name, known_settings(study))
-            raise SettingsError(f"vary: unknown setting {name!r}; {hint}")
-    decode = study.decode | {k.removeprefix(_DECODE): v for k, v in settings.items() if k.startswith(_DECODE)}
-    train = {k.removeprefix(_TRAIN): v for k, v in settings.items() if k.startswith(_TRAIN)}
+        for name, value in study.factors[factor][label].items():
+            section, _, key = name.partition(".")
+            if section == "train" and base is None:
+                raise SettingsError(f"vary: {name} changes a recipe, and there is none; train.* needs recipe.")
+            if not key or section not in ("decode", "train"):
+                hint = did_you_mean(name, _known_settings(study))
+                raise SettingsError(f"vary: unknown setting {name!r}; {hint}")
+            (decode if section == "decode" else train)[key] = value
     recipe = None if base is None else _recipe(study, base, train, seed)
     return Cell(levels, seed, *_decoding(study, decode, seed), recipe)
 
 
+def _known_settings(study: Study) -> list[str]:
+    """What a factor may be called, for suggestions."""
+    train = [line.key for line in settings_help(Recipe)] if study.recipe is not None else []
+    return [*(_DECODE + name for name in DECODE_SETTINGS), *(_TRAIN + name for name in dict.fromkeys(train))]
+
+
 def _decoding(study: Study, decode: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Who drafts, and the options of decoding."""
-    known = [*DRAFTER_SETTINGS, *(f.name for f in dataclasses.fields(DecodeOptions))]
+    """The drafter's settings, and the options of decoding."""
     for name in decode:
-        if name not in known and name != "temperature":
-            raise SettingsError(f"decode: unknown key {name!r}; {did_you_mean(name, known)}")
+        if name not in DECODE_SETTINGS and name != "temperature":
+            raise SettingsError(f"decode: unknown key {name!r}; {did_you_mean(name, DECODE_SETTINGS)}")
+    given = {name: value for name, value in decode.items() if value is not None}
     for name, least in _LEAST.items():
-        if decode.get(name) is not None:
-            require_count(f"decode.{name}", decode[name], least)
-    drafter = {name: decode[name] for name in DRAFTER_SETTINGS if decode.get(name) is not None}
+        if name in given:
+            require_count(f"decode.{name}", given[name], least)
+    drafter = {name: given.pop(name) for name in DRAFTER_SETTINGS if name in given}
     if study.recipe is not None and drafter.setdefault("drafter", TRAINED) != TRAINED:
         raise SettingsError("decode.drafter and recipe both say who drafts; leave one of them out.")
     drafter.setdefault("drafter", BUNDLED)
-    options = {name: value for name, value in decode.items() if name not in DRAFTER_SETTINGS and value is not None}
-    options = {"temp" if name == "temperature" else name: value for name, value in options.items()}
+    options = {"temp" if name == "temperature" else name: value for name, value in given.items()}
     options = {"max_tokens": MAX_TOKENS} | options
     checked = decode_options(options)
     if checked.sampler is not None or checked.temp >= GREEDY_BELOW:
@@ -229,7 +235,7 @@ def _decoding(study: Study, decode: Mapping[str, Any], seed: int) -> tuple[dict[
 
 
 def _base_recipe(study: Study) -> dict[str, Any] | None:
-    """Plain values of the recipe that all cells share, with the target and the places that are the study's."""
+    """Plain values of the recipe that all cells share, with the study's target."""
     if study.recipe is None:
         return None
     if isinstance(study.recipe, str):
@@ -240,7 +246,7 @@ def _base_recipe(study: Study) -> dict[str, Any] | None:
     for name, value in study.train.items():
         _replace(values, name, value)
     if study.target is not None or "target" not in values:
-        values["target"] = target_folder(study.target)
+        values["target"] = study.target or BUNDLED
     return values
 
 
@@ -268,23 +274,9 @@ def _replace(values: Any, name: str, value: Any) -> None:
     if not isinstance(values, dict):
         raise SettingsError(f"train: {'.'.join(parents)} holds no keys, so {name} cannot be set.")
     there = values.get(last)
-    if (
-        isinstance(value, dict)
-        and isinstance(there, dict)
-        and value.get("kind", there.get("kind")) == there.get("kind")
-    ):
+    both = isinstance(value, dict) and isinstance(there, dict)
+    if both and value.get("kind", there.get("kind")) == there.get("kind"):
         for key, inner in value.items():
             _replace(there, key, inner)
     else:
         values[last] = value
-
-
-def target_folder(name: str | None) -> str:
-    """The target as the loader takes it."""
-    return str(PAIR / "target") if name in (None, BUNDLED) else str(name)
-
-
-def target_of(study: Study) -> str:
-    """The target of all cells: the study's, else the recipe's, else the bundled one."""
-    base = _base_recipe(study)
-    return target_folder(study.target) if base is None else str(base["target"])

@@ -1,15 +1,14 @@
-"""A study carried out: nothing twice, whatever happens; cells in turns; the target's own text in every cell."""
+"""A study carried out: nothing twice, whatever happens; cells alternate; the target's own text in every cell."""
 
 import csv
 import dataclasses
+import hashlib
 import json
-import random
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,149 +19,183 @@ from dflash.core.errors import DFlashError
 from dflash.core.files import exclusive_lock
 from dflash.core.settings import from_dict
 from dflash.drafters.checkpoints.checkpoint import save_drafter
-from dflash.study import ablate, ablation, collect, effects, write_results
+from dflash.study import ablate, ablation, collect, effects, load_study, write_results
 from dflash.study.ablation import open_plan
-from dflash.study.answers import Answers
-from dflash.study.expected import expected_time
-from dflash.training.data.dataset import open_dataset
+from dflash.target.identity import target_fingerprint
+from dflash.training.data.dataset import dataset_fingerprint, open_dataset
 from dflash.training.drafters.init import new_drafter
 from dflash.training.recipe import DrafterShape
-from dflash.training.train import cache_features
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """What is computed from now on: trainings by their folder, and timed answers by drafter and prompt."""
-    computed: Counter = Counter()
-    train, run = ablation.train, ablation._run
-
-    def counted_train(recipe, **options):
-        computed["training", recipe.run.folder.name] += 1
-        return train(recipe, **options)
-
-    def counted_run(side, tokens, planned, session=""):
-        computed["answer" if session else "warm-up", planned.name, tuple(tokens)] += 1
-        return run(side, tokens, planned, session)
-
-    monkeypatch.setattr(ablation, "train", counted_train)
-    monkeypatch.setattr(ablation, "_run", counted_run)
-    return computed
+def done(study: Path) -> dict[tuple[str, ...], object]:
+    """What is complete on the disk, with the time that each took: what is computed again has another."""
+    found: dict = {("training", path.parent.name): path.read_text() for path in study.glob("trained/*/finished.json")}
+    for path in study.glob("answers/[!.]*.json"):
+        found |= {(path.stem, prompt): answer for prompt, answer in json.loads(path.read_text())["answers"].items()}
+    return found
 
 
-def of(what: str, computed: Counter) -> int:
-    return sum(count for (kind, *_), count in computed.items() if kind == what)
-
-
-def test_every_cell_is_computed_once_and_what_is_there_is_used_again(make, counted):
+def test_every_cell_is_computed_once_and_what_is_there_is_used_again(make):
     plan = ablate(make())
-    assert (of("training", counted), of("answer", counted)) == (2, 15)  # four cells and the plain one, three prompts
-    cells = collect(plan)
+    cells, first = collect(plan), done(plan.folder)
+    assert len(first) == 2 + 3 * 5  # drafters; three prompts by four cells and plain decoding
     assert [cell.row()["identical"] for cell in cells] == [True] * 4
     assert all(cell.row()["complete"] and cell.row()["acceptance_length"] >= 1 for cell in cells)
     assert len({cell.row()["parameters"] for cell in cells}) == 1
 
-    counted.clear()
     assert [c.row() for c in collect(ablate(make()))] == [c.row() for c in cells]
-    assert not counted
+    assert done(plan.folder) == first
 
-    more = make(prompts=plan.study.prompts | {"more": {"file": plan.study.prompts["short"]["file"]}})
-    ablate(more)  # the fourth prompt is the only new one
-    assert (of("training", counted), of("answer", counted)) == (0, 5)
+    ablate(make(prompts=plan.study.prompts | {"more": {"file": plan.study.prompts["short"]["file"]}}))
+    second = done(plan.folder)  # the fourth prompt is the only new one
+    assert first.items() <= second.items()
+    assert len(second) - len(first) == 5
 
-    counted.clear()
     ablate(make(vary={"train.objective.gamma": [7, 2, 3], "decode.block_size": [2]}))
-    assert (of("training", counted), of("answer", counted)) == (1, 3)
+    third = done(plan.folder)
+    assert second.items() <= third.items()
+    assert len(third) - len(second) == 1 + 3
 
 
-def test_whatever_changes_a_result_is_a_new_cell_and_nothing_else(make, place):
+def test_whatever_changes_a_result_is_a_new_cell_and_nothing_else(make):
     def names(**changes):
         return [(cell.training, cell.answers) for cell in open_plan(make(**changes)).cells]
 
     same = names()
+    assert (len({training for training, _ in same}), len({answers for _, answers in same})) == (2, 4)
     assert names(train={"run.log_every": 3, "run.checkpoint_every": 1}) == same
-    assert names(train={"run.evaluate_tokens": 5}) != same
-    first, *_ = same
-    for key, value in (("drafter.seed", 4), ("run.steps", 4), ("data.sequences", 5), ("objective.kind", "kl")):
+    for key, value in (
+        ("drafter.seed", 4),
+        ("run.steps", 4),
+        ("run.evaluate_tokens", 5),
+        ("data.sequences", 5),
+        ("objective.kind", "kl"),
+    ):
         (training, answers), *_ = names(train={key: value})
-        assert training != first[0]
-        assert answers != first[1]
+        assert training != same[0][0], key
+        assert answers != same[0][1], key
     (training, answers), *_ = names(decode={"max_tokens": 9})
-    assert training == first[0]
-    assert answers != first[1]
-    assert len({training for training, _ in same}) == 2
-    assert len({answers for _, answers in same}) == 4
+    assert training == same[0][0]
+    assert answers != same[0][1]
 
 
-def test_cells_take_turns_and_another_is_first_on_each_prompt(make, monkeypatch):
-    order: list[tuple[tuple[int, ...], str]] = []
-    run = ablation._run
+def test_keys_are_those_of_earlier_versions(make, place):
+    """With other keys a finished study would be trained and decoded again."""
 
-    def recorded(side, tokens, planned, session=""):
-        if session:
-            order.append((tuple(tokens), planned.name + str(len(order) == 0)))
-        return run(side, tokens, planned, session)
+    def digest(value: object) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
 
-    monkeypatch.setattr(ablation, "_run", recorded)
-    ablate(make(recipe=None, plain=False, vary={"decode.drafter": ["ngram"], "decode.block_size": [4, 3, 2]}))
-    prompts = list(dict.fromkeys(tokens for tokens, _ in order))
-    turns = [[name.removesuffix("True").removesuffix("False") for t, name in order if t == p] for p in prompts]
-    assert turns[1] == turns[0][1:] + turns[0][:1]
-    assert turns[2] == turns[0][2:] + turns[0][:2]
-    assert len(set(turns[0])) == 3
-
-
-def test_an_interruption_at_any_computation_loses_that_one_only(make, monkeypatch):
-    finished: Counter = Counter()
-    lives = [0]
-
-    def mortal(function):
-        def called(*arguments, **options):
-            lives[0] -= 1
-            if lives[0] < 0:
-                raise KeyboardInterrupt
-            return function(*arguments, **options)
-
-        return called
-
-    def kept(answers, prompt, answer):
-        finished[answers.path.stem, prompt] += 1
-        keep(answers, prompt, answer)
-
-    keep = Answers.keep
-    train_one = ablation.train_one
-    monkeypatch.setattr(Answers, "keep", kept)
-    monkeypatch.setattr(ablation, "train", mortal(ablation.train))
-    monkeypatch.setattr(ablation, "_run", mortal(ablation._run))
-
-    def trained(plan, key, *arguments):
-        train_one(plan, key, *arguments)
-        finished[key] += 1
-
-    monkeypatch.setattr(ablation, "train_one", trained)
-    for lived in (0, 1, 9, 100):  # in the first training, the second, among the answers, to the end
-        lives[0] = lived
-        try:
-            plan = ablate(make())
-        except KeyboardInterrupt:
-            assert lived < 100
-    assert len(finished) == 2 + 3 * 5
-    assert set(finished.values()) == {1}
-    assert all(cell.row()["complete"] for cell in collect(plan))
+    plan = open_plan(make(vary={"train.objective.gamma": [2], "decode.block_size": [4]}))
+    recipe, target = make().recipe, {"target": target_fingerprint(plan.target)}
+    data = {key: value for key, value in recipe["data"].items() if key != "folder"}
+    run = {key: value for key, value in recipe["run"].items() if key not in ("log_every", "checkpoint_every")}
+    kinds = {"objective": {"kind": "cross_entropy", "gamma": 2.0}, "optimizer": {"kind": "adamw"}}
+    drafter = recipe["drafter"] | {"kind": "dflash"}
+    splits = {split: dataset_fingerprint(open_dataset(place / "data", split, None)) for split in ("train", "heldout")}
+    training = digest(
+        {"version": 1, "recipe": {**target, "data": data, "drafter": drafter, "run": run, **kinds}, "dataset": splits}
+    )
+    answers = {"version": 1, **target, "options": {"max_tokens": 8}}
+    assert list(plan.trainings) == [training]
+    assert list(plan.sides) == [
+        digest(answers | {"drafter": "plain mlx_lm"}),
+        digest(answers | {"drafter": [f"trained {training}", {"block_size": 4}]}),
+    ]
+    assert [prompt.key for prompt in plan.prompts] == [digest(prompt.tokens) for prompt in plan.prompts]
 
 
-def test_features_are_cached_once_for_cells_that_read_the_same_layers(make, place):
+def test_cells_alternate_and_another_is_first_on_each_prompt(make):
+    plan = open_plan(make(recipe=None, plain=False, vary={"decode.drafter": ["ngram"], "decode.block_size": [4, 3, 2]}))
+    a, b, c = plan.sides
+    assert [keys for _, keys in plan.turns()] == [[a, b, c], [b, c, a], [c, a, b]]
+
+
+@pytest.mark.parametrize("interrupted", ["features", "training", "decoding"])
+def test_ctrl_c_says_that_the_same_command_continues(write, monkeypatch, interrupted):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    name = {"features": "cache_features", "training": "train", "decoding": "time_side"}[interrupted]
+    with monkeypatch.context() as patched:
+        patched.setattr(ablation, name, stop)
+        result = invoke("ablate", write(cache_features=True))
+    assert result.exit_code == 130
+    assert re.search(r"Stopped. What is finished stays in .*study; the same command continues.", result.stderr)
+    assert all(cell.row()["complete"] for cell in collect(ablate(load_study(write(cache_features=True)))))
+
+
+def test_two_processes_cannot_share_a_folder(make):
+    study = make()
+    with exclusive_lock(study.folder), pytest.raises(DFlashError, match="Another process is writing"):
+        ablate(study)
+
+
+@pytest.mark.slow
+def test_kill_9_loses_at_most_the_running_computation(write, tmp_path):
+    file, study = write(decode={"max_tokens": 60}), tmp_path / "study"
+    command = [sys.executable, "-c", f"from dflash.study import ablate, load_study; ablate(load_study({str(file)!r}))"]
+    complete: dict = {}
+    for _ in range(4):  # among the trainings, then among the answers
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while len(done(study)) <= len(complete):
+            assert process.poll() is None, "the study ended before it was killed"
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert complete.items() <= done(study).items()  # nothing that was complete is lost or made again
+        complete = done(study)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert complete.items() <= done(study).items()
+    assert len(done(study)) == 2 + 3 * 5
+    write_results(open_plan(load_study(file)))
+    assert all(row["complete"] == "True" for row in csv.DictReader((study / "results.csv").open()))
+
+
+def test_a_killed_write_leaves_no_half_answer_and_its_remains_are_removed(make):
+    plan = ablate(make(recipe=None, vary={"decode.drafter": ["ngram"]}))
+    (file, _) = sorted((plan.folder / "answers").iterdir())
+    values = json.loads(file.read_text())
+    key = next(iter(values["answers"]))
+    del values["answers"][key]
+    file.write_text(json.dumps(values))
+    (file.parent / f".{file.stem}-abcdefgh.json").write_text('{"answers": {"a": ')
+    again = ablate(plan.study)
+    assert json.loads(file.read_text())["answers"][key]["tokens"]
+    assert len(list(file.parent.iterdir())) == 2
+    assert effects(again, collect(again)) == []
+    file.write_text('{"answers": 1}')
+    with pytest.raises(DFlashError, match="holds no answers; remove it, and they are made again"):
+        ablate(plan.study)
+
+
+# --- features -------------------------------------------------------------------------------------------------
+
+
+def test_features_are_cached_once_for_all_that_read_the_same_layers_and_change_no_drafter(make, place):
+    dspark = {"train.drafter.kind": "dspark", "train.drafter.options": {"markov_rank": 8}}
     changes = {
-        "vary": {"train.objective.kind": ["cross_entropy", "kl"], "train.drafter.target_layer_ids": [[0, 2], [1]]},
+        "vary": {
+            "drafter": {  # that which needs most is neither the first nor the last
+                "dflash": {"train.drafter.kind": "dflash"},
+                "dspark": dspark,
+                "reversed": {"train.drafter.target_layer_ids": [2, 0]},
+                "other": {"train.drafter.target_layer_ids": [1]},
+            }
+        },
         "prompts": {"one": {"file": str(place / "prompts.jsonl"), "limit": 1}},
-        "design": "one_at_a_time",
         "plain": False,
     }
     plan = ablate(make(cache_features=True, **changes))
     assert len(list((plan.folder / "features").iterdir())) == 2
     direct = ablate(dataclasses.replace(make(**changes), folder=plan.folder / "direct"))
-    assert [c.row()["acceptance_length"] for c in collect(plan)] == [
-        c.row()["acceptance_length"] for c in collect(direct)
-    ]
+    for cached, computed in zip(collect(plan), collect(direct), strict=True):
+        assert cached.row()["acceptance_length"] == computed.row()["acceptance_length"]
+
+    more = open_plan(make(cache_features=True, seeds=[0, 1], **changes))
+    shared, other = sorted(more.feature_recipes(), key=lambda recipe: len(recipe.drafter.target_layer_ids))[::-1]
+    assert shared.drafter.kind == "dspark"  # its features serve all the others
+    assert other.drafter.target_layer_ids == (1,)
+    assert open_plan(make(cache_features=True, **changes)).feature_recipes() == []
 
 
 def test_cells_share_features_by_the_layers_that_their_drafters_read_and_by_nothing_else(make, place, tmp_path):
@@ -193,34 +226,7 @@ def test_cells_share_features_by_the_layers_that_their_drafters_read_and_by_noth
     assert shorter not in (first, middle, with_hidden)
 
 
-def test_features_are_computed_once_for_all_kinds_and_for_the_one_that_needs_most(make, place, monkeypatch):
-    read: list[tuple] = []
-    monkeypatch.setattr(ablation, "cache_features", lambda *a, **options: read.append(cache_features(*a, **options)))
-    kinds = {
-        "dspark": {"train.drafter.kind": "dspark", "train.drafter.options": {"markov_rank": 8}},
-        "dflash": {"train.drafter.kind": "dflash"},
-        "reversed": {"train.drafter.target_layer_ids": [2, 0]},
-    }
-    study = make(cache_features=True, plain=False, vary={"drafter": kinds})
-    before = expected_time(open_plan(study))
-    tokens = int(open_dataset(place / "data", "train", None).lengths.sum())
-    assert f"; {tokens} tokens of features, " in before.training_from
-    plan = ablate(study)
-    assert len(read) == len(list((plan.folder / "features").iterdir())) == 1
-    assert [cell.row()["complete"] for cell in collect(plan)] == [True] * 3
-    more = open_plan(make(cache_features=True, plain=False, vary={"drafter": kinds}, seeds=[0, 1]))
-    assert "features" not in expected_time(more).training_from  # they are there
-    (needing,) = more.caches([cell.training for cell in more.cells if "dflash" in cell.cell.levels["drafter"]]).values()
-    assert more.trainings[needing].drafter.kind == "dspark"  # it would fill the folder again, finished or not
-
-
-def test_two_processes_cannot_share_a_folder(make):
-    study = make()
-    with exclusive_lock(study.folder), pytest.raises(DFlashError, match="Another process is writing"):
-        ablate(study)
-
-
-# --- the command ------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------------------
 
 
 def test_the_command_leaves_tables_plots_and_commands_that_make_a_cell_again(write, tmp_path):
@@ -252,116 +258,20 @@ def test_the_command_leaves_tables_plots_and_commands_that_make_a_cell_again(wri
     ]
 
 
-def test_a_dry_run_prints_cells_and_the_expected_time_and_trains_nothing(write, tmp_path):
+def test_a_dry_run_prints_cells_and_what_is_left_and_trains_nothing(write, tmp_path, caplog):
     file = write()
     before = json.loads(invoke("ablate", file, "--dry-run", "--json").stdout)
     assert [cell["of_steps"] for cell in before["cells"]] == [3] * 4
     assert all(cell["steps"] == cell["answers"] == 0 for cell in before["cells"])
-    assert before["expected"]["training"] > 0 < before["expected"]["decoding"]
-    assert "a trial of" in before["expected"]["training_from"]
-    assert not list((tmp_path / "study").glob("*/*"))
+    assert before["left"] == {"cells": 4, "drafters": 2, "answers": 15, "first_training_seconds": None}
+    assert not (tmp_path / "study").exists()
     table = invoke("ablate", file, "--dry-run").stdout
-    assert "4 cells, 2 drafters to train, 3 prompts" in table
-    assert "15 answers and 5 warm-ups of at most" in table  # four cells and the plain one
-    assert invoke("ablate", file).exit_code == 0
+    assert "4 of 4 cells left. To train: 2 drafters; to decode: 15 answers." in table  # plain decoding too
+    with caplog.at_level("INFO"):
+        assert invoke("ablate", file).exit_code == 0
+    assert re.search(r"Drafters left: 1; the first took \d+ s", caplog.text)
     after = json.loads(invoke("ablate", file, "--dry-run", "--json").stdout)
-    assert after["expected"]["training"] == after["expected"]["decoding"] == 0
-    assert [cell["answers"] for cell in after["cells"]] == [3] * 4
-    longer = invoke("ablate", file, "--dry-run", "--json", "--set", "seeds=[0, 1]")
-    assert "from 2 finished training(s)" in json.loads(longer.stdout)["expected"]["training_from"]
-
-
-def test_ctrl_c_says_that_the_same_command_continues(write, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ablation, "decode_missing", interrupted)
-    result = invoke("ablate", write())
-    assert result.exit_code == 130
-    assert re.search(r"Stopped. What is finished stays in .*study; the same command continues.", result.stderr)
-
-
-# --- kill -9 ----------------------------------------------------------------------------------------------
-
-_COUNTING = """
-import sys
-from dflash.study import ablate, ablation, load_study
-
-log = open(sys.argv[2], "a", buffering=1)
-train, run = ablation.train, ablation._run
-
-def counted_train(recipe, **options):
-    log.write(f"training {recipe.run.folder.name}\\n")
-    return train(recipe, **options)
-
-def counted_run(side, tokens, planned, session=""):
-    if session:
-        log.write(f"answer {id(planned)} {tokens}\\n".replace(str(id(planned)), keys[id(side)]))
-    return run(side, tokens, planned, session)
-
-def make_sides(plan, wanted):
-    made = real_sides(plan, wanted)
-    keys.update({id(side): key for key, side in made.items()})
-    return made
-
-keys, real_sides = {}, ablation.make_sides
-ablation.train, ablation._run, ablation.make_sides = counted_train, counted_run, make_sides
-ablate(load_study(sys.argv[1]))
-"""
-
-
-@pytest.mark.slow
-def test_kill_9_at_five_random_moments_loses_at_most_the_running_cell(write, tmp_path):
-    file, log, study = write(), tmp_path / "computed.log", tmp_path / "study"
-    log.write_text("")
-    command = [sys.executable, "-c", _COUNTING, str(file), str(log)]
-    moments = random.Random(7)
-
-    def begun() -> list[str]:
-        return log.read_text().splitlines()
-
-    def there() -> set[str]:
-        """What is complete on the disk."""
-        done = {f"training {path.parent.name}" for path in study.glob("trained/*/finished.json")}
-        for path in study.glob("answers/*.json"):
-            done |= {f"answer {path.stem} {prompt}" for prompt in json.loads(path.read_text())["answers"]}
-        return done
-
-    complete: set[str] = set()
-    for _ in range(5):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        last = len(begun()) + moments.randint(1, 3)
-        while len(begun()) < last:
-            assert process.poll() is None, "the study ended before it could be killed five times"
-            time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.1))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert complete <= there()  # a kill takes nothing away that was complete
-        complete = there()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    units = len(set(begun()))
-    assert units == 2 + 3 * 5
-    assert units <= len(begun()) <= units + 5  # each kill costs one computation at most
-    write_results(open_plan_of(file))
-    assert all(row["complete"] == "True" for row in csv.DictReader((study / "results.csv").open()))
-
-
-def open_plan_of(file: Path):
-    from dflash.study import load_study
-
-    return open_plan(load_study(file))
-
-
-def test_a_killed_write_leaves_no_half_answer_and_its_remains_are_removed(make):
-    plan = ablate(make(recipe=None, vary={"decode.drafter": ["ngram"]}))
-    (file, _) = sorted((plan.folder / "answers").iterdir())
-    key = next(iter(json.loads(file.read_text())["answers"]))
-    values = json.loads(file.read_text())
-    del values["answers"][key]
-    file.write_text(json.dumps(values))
-    (file.parent / f".{file.stem}-abcdefgh.json").write_text('{"answers": {"a": ')
-    again = ablate(plan.study)
-    assert json.loads(file.read_text())["answers"][key]["tokens"]
-    assert len(list(file.parent.iterdir())) == 2
-    assert effects(again, collect(again)) == []
+    assert [(cell["steps"], cell["answers"]) for cell in after["cells"]] == [(3, 3)] * 4
+    assert (after["left"]["cells"], after["left"]["drafters"], after["left"]["answers"]) == (0, 0, 0)
+    longer = invoke("ablate", file, "--dry-run", "--set", "seeds=[0, 1]").stdout
+    assert re.search(r"4 of 8 cells left. To train: 2 drafters \(the first took \d+ s\); to decode: 12 answers", longer)

@@ -1,12 +1,11 @@
-"""Runs compared: what differs, curves from their logs, and acceptance in pairs on equal prompts."""
+"""Runs compared: what differs, what their logs say, and acceptance in pairs on equal prompts."""
 
-import dataclasses
 import json
 import shutil
 
 import pytest
 from support.cli import assert_one_error, invoke
-from support.runs import recipe_values
+from support.runs import read_log, recipe_values
 
 from dflash.core.settings import from_dict
 from dflash.study.compare import compare
@@ -19,23 +18,33 @@ def runs(place, tmp_path_factory):
     """A run that learned, and one that learned next to nothing."""
     folder = tmp_path_factory.mktemp("runs")
     values = recipe_values(place)
-    values["run"] |= {"steps": 12, "evaluate_every": 6, "log_every": 3, "evaluate_tokens": 4, "folder": "x"}
+    run = values["run"] | {"steps": 12, "evaluate_every": 6, "log_every": 3, "evaluate_tokens": 4}
     for name, rate in (("learned", 1e-2), ("lazy", 1e-6)):
-        settings = from_dict(Recipe, values | {"optimizer": {"learning_rate": rate}}, name)
-        run = dataclasses.replace(settings.run, folder=folder / name)
-        train(dataclasses.replace(settings, run=run), on_log=lambda line: None)
+        own = {"optimizer": {"learning_rate": rate}, "run": run | {"folder": str(folder / name)}}
+        train(from_dict(Recipe, values | own, name), on_log=lambda line: None)
     return [folder / "lazy", folder / "learned"]
 
 
-def test_both_decode_the_same_prompts_and_the_first_is_the_measure(runs, place):
+def test_runs_are_compared_by_what_differs_and_what_they_reached(runs):
+    lazy, learned = compare(runs, decode=False)
+    assert (lazy.settings, learned.settings) == ({"optimizer.learning_rate": 1e-6}, {"optimizer.learning_rate": 1e-2})
+    log = read_log(runs[1])
+    scores = {line["step"]: line["acceptance_length"] for line in log if "acceptance_length" in line}
+    assert learned.best_acceptance == max(scores.values()) == scores[learned.best_step]
+    assert (learned.step, learned.steps) == (12, 12)
+    assert learned.loss == [line["loss"] for line in log if "loss" in line][-1]
+    assert learned.heldout_loss == [line["heldout_loss"] for line in log if "heldout_loss" in line][-1]
+    assert min(learned.seconds, learned.tokens_per_second, learned.peak_memory_gb) > 0
+    assert [step for step, _ in learned.curves["acceptance_length"]] == [6, 12]
+    assert [step for step, _ in learned.curves["loss"]] == [3, 6, 9, 12]
+    assert learned.curves["heldout_loss"][-1][1] < lazy.curves["heldout_loss"][-1][1]
+
+
+def test_all_decode_the_same_prompts_and_the_first_is_the_measure(runs):
     lazy, learned = compare(runs, limit=3, max_tokens=12)
     assert lazy.ratio.value == lazy.ratio.low == lazy.ratio.high == 1
     assert learned.ratio.value == pytest.approx(learned.acceptance.value / lazy.acceptance.value)
     assert learned.acceptance.low <= learned.acceptance.value <= learned.acceptance.high
-    assert learned.summary.settings == {"optimizer.learning_rate": 1e-2}
-    assert [step for step, _ in learned.curves["acceptance_length"]] == [6, 12]
-    assert [step for step, _ in learned.curves["loss"]] == [3, 6, 9, 12]
-    assert learned.curves["heldout_loss"][-1][1] < lazy.curves["heldout_loss"][-1][1]
 
 
 def test_the_command_prints_settings_curves_and_intervals_and_draws(runs, tmp_path, place):
@@ -44,7 +53,13 @@ def test_the_command_prints_settings_curves_and_intervals_and_draws(runs, tmp_pa
         "compare", *runs, "--prompts", prompts, "--limit", 2, "--max-tokens", 6, "--plot", tmp_path / "c.svg"
     )
     assert result.exit_code == 0, result.output
-    for text in ("optimizer.learning_rate", "lazy acceptance", "learned heldout loss", "over the first run", "1 (1-1)"):
+    for text in (
+        "optimizer.learning_rate",
+        "lazy acceptance",
+        "learned held-out loss",
+        "over the first run",
+        "1 (1-1)",
+    ):
         assert text in result.stdout
     assert "2 prompts decoded." in result.stdout
     assert "*" not in result.stdout
@@ -53,9 +68,14 @@ def test_the_command_prints_settings_curves_and_intervals_and_draws(runs, tmp_pa
     drawn = (tmp_path / "c.svg").read_text()
     assert "heldout loss" in drawn
     assert str(runs[0]) in drawn
-    (one, other) = json.loads(invoke("compare", *runs, "--no-decode", "--json").stdout)
+
+
+@pytest.mark.parametrize("command", [["compare", "--no-decode"], ["runs"]])
+def test_without_decoding_only_the_logs_are_read(runs, command):
+    one, other = json.loads(invoke(*command, *runs, "--json").stdout)
     assert "acceptance" not in one
     assert other["curves"]["loss"][0][0] == 3
+    assert "over the first run" not in invoke(*command, *runs).stdout
 
 
 def test_losses_by_different_objectives_are_marked(runs, tmp_path):
@@ -63,12 +83,10 @@ def test_losses_by_different_objectives_are_marked(runs, tmp_path):
     recorded = json.loads((tmp_path / "other" / "recipe.json").read_text())
     recorded["recipe"]["objective"]["gamma"] = 3
     (tmp_path / "other" / "recipe.json").write_text(json.dumps(recorded))
-    compared = invoke("compare", runs[1], tmp_path / "other", "--no-decode").stdout
-    for shown in (compared, invoke("runs", runs[1], tmp_path / "other").stdout):
-        assert "heldout loss*" in shown
-        assert shown.count("* By each run's own objective") == 1
-    assert "learned heldout loss*" in compared
-    assert "heldout loss*" not in invoke("runs", *runs).stdout
+    shown = invoke("compare", runs[1], tmp_path / "other", "--no-decode").stdout
+    assert "learned held-out loss*" in shown
+    assert shown.count("* By each run's own objective") == 1
+    assert "*" not in invoke("compare", *runs, "--no-decode").stdout
 
 
 def test_an_unfinished_run_is_compared_by_its_last_weights(runs, tmp_path):
@@ -78,6 +96,23 @@ def test_an_unfinished_run_is_compared_by_its_last_weights(runs, tmp_path):
     assert unfinished.acceptance == finished.acceptance
 
 
-def test_mistakes_are_one_line(runs, tmp_path):
-    assert_one_error(invoke("compare", runs[0]), "at least two runs")
+def test_a_run_without_weights_is_shown_by_its_log_and_without_one_has_empty_places(runs, tmp_path):
+    (tmp_path / "recipe.json").write_bytes((runs[0] / "recipe.json").read_bytes())
+    (tmp_path / "log.jsonl").write_bytes(b'a note\n{"step": 1, "loss": "high"}\n')
+    bare, learned = compare([tmp_path, runs[1]])
+    assert (bare.step, bare.steps, bare.loss, bare.best_acceptance, bare.acceptance) == (0, None, None, None, None)
+    assert learned.loss is not None
+    assert invoke("compare", tmp_path).exit_code == 0
+
+
+def test_runs_of_two_targets_are_compared_by_their_logs_alone(runs, place, tmp_path):
+    shutil.copytree(runs[0], tmp_path / "run")
+    shutil.copytree(place / "data", tmp_path / "data")
+    for file, change in (("run/recipe.json", place / "data"), ("data/manifest.json", None)):
+        text = (tmp_path / file).read_text()
+        target = json.loads((place / "data" / "manifest.json").read_text())["target"]
+        text = text.replace(target, "another") if change is None else text.replace(str(change), str(tmp_path / "data"))
+        (tmp_path / file).write_text(text)
+    assert_one_error(invoke("compare", runs[0], tmp_path / "run"), "was trained for another target .* --no-decode for")
+    assert invoke("compare", runs[0], tmp_path / "run", "--no-decode").exit_code == 0
     assert_one_error(invoke("compare", runs[0], tmp_path), "is not the folder of a run")

@@ -1,17 +1,20 @@
 """What results say: intervals that hold the truth as often as they claim, effects in pairs, seeds counted once."""
 
 import csv
+import dataclasses
 import io
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dflash.evaluation.statistics import Interval, bootstrap, median_of, ratio_of_sums, t_quantile, widened
-from dflash.study.answers import Answer
+from dflash.study.cache import Answer
 from dflash.study.files import as_csv
 from dflash.study.plan import PlannedCell
-from dflash.study.results import CellAnswers, Effect, _between_seeds, _effect, matched
+from dflash.study.results import CellAnswers, Effect, effects, matched
 from dflash.study.settings import Cell
 
 
@@ -75,26 +78,37 @@ def test_a_row_has_lengths_speeds_and_what_plain_decoding_took():
     assert row["acceptance_length_low"] < 3 < row["acceptance_length_high"]
 
 
+def effects_of(cells: list[CellAnswers], **factors: str) -> dict[tuple[str, str], Effect]:
+    """Effects on acceptance by the labels before and after; ``factors`` have their levels as letters."""
+    levels = {name: dict.fromkeys(labels) for name, labels in factors.items()}
+    plan: Any = SimpleNamespace(study=SimpleNamespace(factors=levels, prompt_sets={"set": None}))
+    found = [effect for effect in effects(plan, cells) if effect.metric == "acceptance_length"]
+    return {(effect.before, effect.after): effect for effect in found}
+
+
 def test_an_effect_is_the_mean_ratio_of_cells_alike_in_everything_else():
-    cells = [cell("x", [4, 8, 6, 4, 6]), cell("y", [8, 16, 12, 8, 12]), cell("x", [6] * 5, other="b")]
+    cells = [cell("x", [4, 8, 6, 4, 6]), cell("y", [8, 16, 12, 8, 12]), cell("z", [4, 8, 6, 4, 6])]
+    cells.append(cell("x", [6] * 5, other="b"))
     (group,) = matched(cells, "factor")
-    assert [c.planned.cell.levels["factor"] for c in group] == ["x", "y"]  # the third has no partner
-    effect = _effect(("factor", "x", "y", "set", "acceptance_length"), [tuple(group)], cells)
-    assert effect.ratio.value == pytest.approx(2)
-    assert (effect.ratio.low, effect.ratio.high) == pytest.approx((2, 2))
-    assert (effect.pairs, effect.agreeing, effect.tied, effect.verdict) == (1, 1, 0, "higher")
-    same = _effect(("factor", "x", "z", "set", "acceptance_length"), [(group[0], cell("z", [4, 8, 6, 4, 6]))], cells)
+    assert [c.planned.cell.levels["factor"] for c in group] == ["x", "y", "z"]  # the fourth has no partner
+    found = effects_of(cells, factor="xyz")
+    doubled, same = found["x", "y"], found["x", "z"]
+    assert (doubled.ratio.value, doubled.ratio.low, doubled.ratio.high) == pytest.approx((2, 2, 2))
+    assert (doubled.pairs, doubled.agreeing, doubled.tied, doubled.verdict) == (1, 1, 0, "higher")
     assert (same.ratio.value, same.pairs, same.agreeing, same.tied) == (1, 1, 0, 1)
+
+
+def test_only_complete_cells_have_effects():
+    whole = [cell("x", [4, 8]), cell("y", [8, 16])]
+    assert effects_of(whole, factor="xy")
+    assert not effects_of([whole[0], dataclasses.replace(whole[1], expected=3)], factor="xy")
 
 
 def test_the_spread_between_seeds_widens_what_prompts_alone_would_say():
     cells = [cell(x, [n + 2 * seed * (x == "y")] * 5, seed) for x, n in (("x", 20), ("y", 22)) for seed in (0, 1)]
-    groups = [tuple(group) for group in matched(cells, "factor")]
-    spread, freedom = _between_seeds(cells, "acceptance")
-    assert freedom == 2
-    assert spread == pytest.approx(math.log(24 / 22) / 2)  # one pair of seeds apart, one equal
-    effect = _effect(("factor", "x", "y", "set", "acceptance_length"), groups, cells)
+    effect = effects_of(cells, factor="xy")["x", "y"]
     assert effect.ratio.value == pytest.approx(math.sqrt(22 * 24) / 20)
+    spread = math.log(24 / 22) / 2  # one pair of seeds apart, one equal: two degrees of freedom
     half = t_quantile(2) * spread  # two pairs: the square root of 2 / 2
     assert math.log(effect.ratio.high / effect.ratio.value) == pytest.approx(half)
     assert effect.verdict == "not told apart"

@@ -96,8 +96,3 @@ def test_bench_shows_the_time_of_a_rewind_for_each_kind_of_cache(monkeypatch):
     cells = [cell.strip() for cell in row]
     assert cells[:3] == ["full attention", "qwen3", "0M"]
     assert all(re.fullmatch(r"[\d.]+ (ms|%)|[\d.]+%", cell) for cell in cells[3:])
-
-
-@pytest.mark.parametrize("command", ["list", "check", "bench"])
-def test_help_has_an_example(command):
-    assert f"dflash adapters {command}" in invoke("adapters", command, "--help").stdout.split("Examples:")[1]

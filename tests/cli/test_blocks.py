@@ -118,7 +118,6 @@ def test_what_does_not_go_together_is_one_line(generate, tmp_path):
     assert_one_error(generate("--trace", tmp_path / "file" / "a.jsonl"), "--trace .*: there is no folder")
     assert_one_error(generate("--trace", tmp_path / "no" / "a.jsonl"), "--trace .*: there is no folder .*no; make it")
     assert not (tmp_path / "no").exists()
-    assert_one_error(generate("--block-size", "1"), "--block-size must be at least 2, the anchor and one draft; got 1")
 
 
 def test_a_trace_is_never_replaced(generate, tmp_path):
@@ -148,14 +147,3 @@ def test_what_ends_a_text_begins_a_line_of_its_own(monkeypatch, error):
     known = (130, r"Stopped after \d+ tokens") if isinstance(error, KeyboardInterrupt) else (1, "error: the rule fails")
     assert result.exit_code == known[0]
     assert re.match(known[1], result.stderr)
-
-
-def test_eval_traces_every_prompt(pair, prompts, tmp_path):
-    trace = tmp_path / "a.jsonl"
-    result = invoke("eval", pair[3], *pair[:2], "--prompts", prompts, "--max-tokens", "12", "--trace", trace, "--json")
-    assert result.exit_code == 0, result.output
-    records = list(read_records(trace))
-    assert [r["drafter"] for r in records if r["record"] == "request"] == [pair[3]] * 2
-    blocks = [r for r in records if r["record"] == "block" and r["number"] > 0]
-    answer = json.loads(result.stdout)
-    assert (len(blocks), sum(len(b["tokens"]) for b in blocks)) == (answer["blocks"], answer["generated_tokens"])

@@ -3,6 +3,8 @@
 import json
 import logging
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -13,13 +15,17 @@ from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter,
 
 import dflash
 from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, bundled, load_drafter, load_target
-from dflash.cli import adapters, loading
+from dflash.cli import loading
 from dflash.core.errors import CheckpointError, IncompatibleModelsError
 from dflash.core.files import flat, read_json
 from dflash.drafters.checkpoints.quantized import description
-from dflash.generate import PAIR
+from dflash.models import ModelOptions
 from dflash.target.identity import target_fingerprint
-from dflash.training import publish
+from dflash.target.load import PAIR
+
+_spec = spec_from_file_location("publish", Path(__file__).parents[2] / ".ci" / "publish.py")
+publish = module_from_spec(_spec)
+_spec.loader.exec_module(publish)
 
 
 @pytest.fixture
@@ -106,7 +112,7 @@ def test_every_command_that_drafts_finds_it(package, prompts):
 
 def test_decoders_of_several_drafters_share_the_target_and_one_of_them_says_which(package):
     names = ("bundled", "ngram+bundled", str(package / "real" / "tiny"))
-    decoders = loading.load_decoders(str(package / "target"), names, 4, draft_bits=8)
+    decoders = loading.load_decoders(ModelOptions(package / "target", block_size=4, draft_bits=8), names)
     one, combined, named = decoders.values()
     assert tuple(decoders) == names
     assert one.loaded_target.model is combined.loaded_target.model is named.loaded_target.model
@@ -116,14 +122,20 @@ def test_decoders_of_several_drafters_share_the_target_and_one_of_them_says_whic
     assert one.block_size == combined.block_size == 4
 
 
+LOADERS = (
+    lambda drafter: DFlashSpeculativeDecoder.from_pretrained(None, drafter),
+    lambda drafter: loading.load_decoder(ModelOptions(drafter=drafter)),
+)
+
+
 def test_a_drafter_alone_gets_the_bundled_target_if_it_was_trained_for_that_one(tmp_path):
     made_for, other = target_fingerprint(load_target("bundled")), tmp_path / "other"
     config = load_drafter(PAIR / "drafter").config
     own = DFlashDraftModel(replace(config, num_hidden_layers=1, layer_types=(), target_fingerprint=made_for))
     dflash.save_drafter(own, tmp_path / "own")
     for name in (str(tmp_path / "own"), f"ngram+{tmp_path / 'own'}", "ngram"):
-        for load in (DFlashSpeculativeDecoder.from_pretrained, loading.load_decoder):
-            assert load(None, name).loaded_target.folder == PAIR / "target"
+        for load in LOADERS:
+            assert load(name).loaded_target.folder == PAIR / "target"
     dflash.save_drafter(random_drafter(3, TEXT_VOCAB, target_fingerprint="of another"), other)
     for name, error, words in (
         (other, IncompatibleModelsError, f"{other} works only with the target that it was trained for: give both"),
@@ -132,9 +144,9 @@ def test_a_drafter_alone_gets_the_bundled_target_if_it_was_trained_for_that_one(
         ("./nope", CheckpointError, "No checkpoint folder at './nope'"),
         ("run/nope", CheckpointError, "There is no folder 'run/nope'; with a drafter of the hub"),
     ):
-        for load in (DFlashSpeculativeDecoder.from_pretrained, loading.load_decoder):
+        for load in LOADERS:
             with pytest.raises(error) as refusal:
-                load(None, str(name))
+                load(str(name))
             refused(refusal, words)
 
 
@@ -151,7 +163,6 @@ def test_the_bundled_target_has_a_name_wherever_a_target_is_named(tmp_path, monk
         assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "trace.jsonl").read_text().splitlines()[0])["target"] == "bundled"
     assert "target: bundled\n" in invoke("recipe", "--target", "bundled", "--data", "data").stdout
-    assert adapters._target("bundled", False).folder == PAIR / "target"
 
 
 def test_where_there_is_none_every_command_says_what_to_do(package, prompts):

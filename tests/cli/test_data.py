@@ -45,7 +45,7 @@ def test_the_folder_is_an_argument_or_an_option_and_one_of_them(target_folder, t
 def test_every_option_reaches_the_dataset(target_folder, tmp_path):
     data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a", "response": "c"}', '{"prompt": "b", "response": "d"}')
     given = {"max_tokens": 7, "max_length": 90, "temp": 0.5, "top_p": 0.9, "top_k": 3, "seed": 4, "batch_size": 5}
-    given |= {"shard_size": 6}
+    given |= {"shard_size": 6, "min_p": 0.25}
     options = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     more = ["--regenerate", "--raw", "--chat-template-config", '{"a": 1}', "--heldout-percent", "8"]
     result = invoke_prepare(data, tmp_path, target_folder, *options, *more, "--heldout-at-least", "0")
@@ -102,15 +102,9 @@ def test_a_folder_without_a_dataset_is_one_line_of_error(tmp_path, command):
         (["--max-length", "2"], "max_length must be more than 2"),
         (["--heldout-percent", "100"], "heldout_percent must be at least 0 and below 100"),
         (["--heldout-at-least", "-1"], "heldout_at_least must be at least 0, got -1"),
-        (["--top-p", "2"], "top_p must be .* 0.* 1"),
+        (["--min-p", "2"], "min_p must be .* 0.* 1"),
         (["--top-k", "999"], "top_k must be less than the target's vocabulary of 264 tokens"),
-        (["--temp", "-1"], "temp.* must be .* 0"),
-        (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--seed", str(2**64)], "--seed must be a whole number from 0 to"),
-        (["--chat-template-config", "{"], "--chat-template-config is not valid JSON"),
-        (["--chat-template-config", "[1]"], "--chat-template-config must be a JSON object"),
-        (["--target", "no/such folder"], "No checkpoint folder at 'no/such folder'"),
-        (["--target", ""], "--target is empty"),
     ],
 )
 def test_bad_options_are_one_line_of_error(target_folder, tmp_path, options, message):
@@ -119,14 +113,10 @@ def test_bad_options_are_one_line_of_error(target_folder, tmp_path, options, mes
     assert not (tmp_path / "made/plan.json").exists()
 
 
-def test_conversations_without_response_tokens_are_one_line_of_error(target_folder, tmp_path):
+def test_a_file_in_place_of_the_folder_is_one_line_of_error_before_the_target_loads(target_folder, tmp_path):
     data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a", "response": ""}')
     message = r"None of the 1 conversations can be used \(1 no response\)"
-    assert_one_error(invoke_prepare(data, tmp_path, target_folder), message)
-
-
-def test_a_file_in_place_of_the_folder_is_one_line_of_error_before_the_target_loads(target_folder, tmp_path):
-    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}')
+    assert_one_error(invoke_prepare(data, tmp_path / "other", target_folder), message)
     (tmp_path / "made").write_text("")
     result = invoke_prepare(data, tmp_path, tmp_path / "no target")
     assert_one_error(result, r"must go to a folder, but \S+made is a file; choose another name")
@@ -141,15 +131,6 @@ def test_a_folder_of_other_things_is_refused_and_nothing_is_written(target_folde
     with pytest.raises(DataError, match=message):
         preparing.prepare([], load_target(target_folder), preparing.PrepareSettings(), tmp_path / "made")
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["notes"]
-
-
-def test_code_of_a_target_runs_only_where_it_is_trusted(target_folder, tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr("dflash.target.load_target", lambda path, trust=False: calls.append(trust) or 1 / 0)
-    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}')
-    for options in ([], ["--trust-remote-code"]):
-        assert isinstance(invoke_prepare(data, tmp_path, target_folder, *options).exception, ZeroDivisionError)
-    assert calls == [False, True]
 
 
 def test_ctrl_c_keeps_finished_files_and_the_same_command_continues(target_folder, tmp_path, monkeypatch):

@@ -69,8 +69,9 @@ def test_penalties_and_biases_mean_on_the_command_line_what_they_mean_in_python(
 
 def test_a_seed_repeats_a_sample_and_another_changes_it(pair):
     options = [*pair, "--max-tokens", "20", "--json", "--temp", "1", "--top-k", "50", "--top-p", "0.95"]
-    answers = [json.loads(invoke("generate", "Hi", *options, "--seed", s).stdout)["tokens"] for s in "112"]
-    assert answers[0] == answers[1] != answers[2]
+    seeds = ("1", "1", "2", str(2**64 - 1))
+    answers = [json.loads(invoke("generate", "Hi", *options, "--seed", seed).stdout)["tokens"] for seed in seeds]
+    assert answers[0] == answers[1] != answers[2] != answers[3]
 
 
 def test_stop_ends_the_text_before_it(monkeypatch):
@@ -80,38 +81,11 @@ def test_stop_ends_the_text_before_it(monkeypatch):
     assert (answer["text"], answer["finish_reason"]) == ("one two", "stop")
 
 
-def test_no_tokens_asked_for_is_no_tokens(pair):
+def test_no_tokens_and_a_single_one_have_no_speed(pair):
+    assert invoke("generate", "Hi", *pair, "--max-tokens", "1").stderr == "1 token, too few to time\n"
     answer = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "0", "--json").stdout)
     assert (answer["text"], answer["tokens"], answer["acceptance_length"]) == ("", [], None)
     assert answer["prompt_tokens"] > 2
-
-
-def test_a_single_token_has_no_speed(pair):
-    result = invoke("generate", "Hi", *pair, "--max-tokens", "1")
-    assert result.stderr == "1 token, too few to time\n"
-
-
-def test_a_system_prompt_and_template_switches_reach_the_template(loud_pair):
-    pair = loud_pair
-    plain = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "1", "--json").stdout)
-    with_system = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "1", "--json", "--system", "Be").stdout)
-    tokenizer = byte_tokenizer()
-    messages = [{"role": "system", "content": "Be"}, {"role": "user", "content": "Hi"}]
-    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert with_system["prompt_tokens"] == len(expected) > plain["prompt_tokens"]
-    switch = ("--chat-template-config", '{"loud": true}')
-    loud = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "1", "--json", *switch).stdout)
-    assert loud["prompt_tokens"] == plain["prompt_tokens"] + 4
-
-
-@pytest.mark.parametrize("seed", [2**64, 99999999999999999999999, -1])
-def test_a_seed_that_the_random_state_cannot_hold_is_one_line(pair, seed):
-    assert_one_error(invoke("generate", "Hi", *pair, f"--seed={seed}"), f"--seed must be .* to {2**64 - 1}, got {seed}")
-
-
-def test_the_greatest_seed_is_taken(pair):
-    result = invoke("generate", "Hi", *pair, "--max-tokens", "3", "--temp", "1", "--seed", str(2**64 - 1))
-    assert result.exit_code == 0, result.output
 
 
 def test_an_argument_that_is_not_utf8_is_one_line(pair):
@@ -134,23 +108,6 @@ def test_a_character_that_the_output_lacks_is_shown_by_its_code(monkeypatch):
     assert run.stdout == b"caf\\xe9 \\U0001f642\n"
 
 
-@pytest.mark.parametrize("command", [["generate", "Hi"], ["bench"], ["eval"], ["demo"], ["doctor"]])
-def test_an_empty_target_is_refused_and_no_bundled_model_answers(command):
-    assert_one_error(invoke(*command, "--target", ""), "--target is empty; give a value, or leave the option out")
-
-
-@pytest.mark.parametrize("command", [["generate", "Hi"], ["bench"], ["demo"]])
-def test_an_empty_drafter_is_refused(command, pair):
-    assert_one_error(invoke(*command, *pair[:2], "--drafter", " "), "--drafter is empty")
-
-
-@pytest.mark.parametrize("command", [["generate", "Hi"], ["bench"], ["eval"]])
-def test_a_drafter_can_be_quantised_and_limited_in_every_command_that_drafts(command, pair):
-    args = [*command, *pair] if command != ["eval"] else ["eval", pair[3], *pair[:2]]
-    assert_one_error(invoke(*args, "--draft-bits", "7"), "drafter has bits 7")
-    assert_one_error(invoke(*args, "--draft-window", "0"), "window must be a whole number of at least 1, got 0")
-
-
 @pytest.mark.parametrize("prompt", ["", "  ", "-"])
 def test_demo_takes_prompts_as_generate_does(prompt):
     assert_one_error(invoke("demo", prompt, stdin=""), "The prompt is empty; expected text")
@@ -159,27 +116,14 @@ def test_demo_takes_prompts_as_generate_does(prompt):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["Hi", "--target", "no/such folder", "--drafter", "x"], "No checkpoint folder at 'no/such folder'"),
         (["Hi", "--drafter", "only"], "No checkpoint folder at 'only'"),
         (["", "PAIR"], "prompt is empty"),
         (["-", "PAIR"], "prompt is empty"),
         (["Hi", "PAIR", "--max-tokens", "-1"], "max_tokens must be a whole number of at least 0, got -1"),
         (["Hi", "PAIR", "--max-tokens", "600"], "600 exceeds the limit of 512"),
-        (["Hi", "PAIR", "--block-size", "0"], "--block-size must be at least 2, .*; got 0"),
-        (["Hi", "PAIR", "--temp", "-1"], "temperature must be .*got -1.0"),
-        (["Hi", "PAIR", "--top-p", "2"], "top_p must be .* from 0 to 1, got 2.0"),
         (["Hi", "PAIR", "--temp", "1", "--top-k", "1000000"], "top_k must be less than the target's vocabulary"),
-        (["Hi", "PAIR", "--min-p", "-1"], "min_p must be .* from 0 to 1, got -1.0"),
-        (["Hi", "PAIR", "--repetition-penalty", "-1"], "repetition_penalty must be .* at least 0, got -1.0"),
-        (["Hi", "PAIR", "--presence-penalty", "nan"], "presence_penalty must be a finite number, got nan"),
-        (["Hi", "PAIR", "--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
-        (["Hi", "PAIR", "--logit-bias", '{"a": 1}'], "--logit-bias must name token ids, got 'a'"),
         (["Hi", "PAIR", "--logit-bias", '{"9999": 1}'], "logit_bias names token 9999"),
-        (["Hi", "PAIR", "--stop", ""], "--stop must not be empty"),
-        (["Hi", "PAIR", "--verify", "nope"], "nope"),
-        (["Hi", "PAIR", "--sampler", "nope"], "nope"),
-        (["Hi", "PAIR", "--logits-processor", "nope"], "nope"),
-        (["Hi", "PAIR", "--chat-template-config", "[1]"], "--chat-template-config must be a JSON object"),
+        (["Hi", "PAIR", "--tree", "4", "--verify", "speculative_sampling", "--temp", "1"], "leave out tree or verify"),
     ],
 )
 def test_bad_requests_are_one_line_and_exit_1(pair, args, message):
@@ -216,9 +160,8 @@ def test_the_demo_shows_both_answers_and_passes_its_check(monkeypatch, tmp_path)
 
 
 def test_the_demo_exits_1_when_the_function_fails_its_check(monkeypatch, tmp_path):
-    sample = long_function()
     wrong = "def f(x):\n    " + 80 * "# " + "\n    return None\n"
-    result = demo_with(monkeypatch, tmp_path, wrong, sample)
+    result = demo_with(monkeypatch, tmp_path, wrong, long_function())
     assert result.exit_code == 1
     assert "FAILS its check" in result.stdout
 
@@ -256,12 +199,3 @@ def test_a_cached_prompt_is_continued_within_its_message(pair, tmp_path):
         invoke("generate", "a", *pair, "--prompt-cache-file", file, "--system", "s"), "give --system to dflash cache"
     )
     assert_one_error(invoke("cache-prompt", "a", *pair, "--prompt-cache-file", tmp_path / "x.txt"), "safetensors file")
-
-
-def test_cache_options_reach_the_target(pair):
-    short = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "20", "--max-kv-size", "8", "--json").stdout)
-    assert (
-        short["tokens"] != json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "20", "--json").stdout)["tokens"]
-    )
-    assert_one_error(invoke("generate", "Hi", *pair, "--kv-bits", "5"), "kv_bits must be 2, 3, 4, 6 or 8")
-    assert_one_error(invoke("generate", "Hi", *pair, "--kv-bits", "8"), "kv_group_size 64 does not divide")

@@ -5,7 +5,8 @@ import json
 import pytest
 from support.cli import assert_one_error, invoke
 
-from dflash.training import evaluate
+from dflash.decoding.trace import read_records
+from dflash.evaluation import acceptance
 
 
 @pytest.fixture
@@ -13,10 +14,15 @@ def asked(pair, prompts) -> list[str]:
     return ["eval", pair[3], *pair[:2], "--prompts", prompts, "--max-tokens", "12"]
 
 
-def test_the_score_adds_up_over_prompts(asked):
-    result = invoke(*asked, "--json")
+def score_of(*args: object) -> dict:
+    result = invoke(*args, "--json")
     assert result.exit_code == 0, result.output
-    score = json.loads(result.stdout)
+    return json.loads(result.stdout)
+
+
+def test_the_score_adds_up_over_prompts_and_traces(asked, pair, tmp_path):
+    trace = tmp_path / "a.jsonl"
+    score = score_of(*asked, "--trace", trace)
     each = score["by_prompt"]
     assert score["prompts"] == len(each) == 2
     assert score["blocks"] == sum(p["blocks"] for p in each)
@@ -26,26 +32,34 @@ def test_the_score_adds_up_over_prompts(asked):
     assert score["settings"]["prompts"]["sha256"]
     assert score["environment"]["versions"]["mlx"]
     assert f"{score['blocks']} blocks, 22 tokens in them" in invoke(*asked).stdout
+    records = list(read_records(trace))
+    assert [r["drafter"] for r in records if r["record"] == "request"] == [pair[3]] * 2
+    blocks = [r for r in records if r["record"] == "block" and r["number"] > 0]
+    assert (len(blocks), sum(len(b["tokens"]) for b in blocks)) == (score["blocks"], score["generated_tokens"])
+
+
+def test_every_draft_is_verified_unless_a_policy_or_a_block_size_says_otherwise(asked):
+    assert score_of(*asked)["by_prompt"] == score_of(*asked, "--policy", "full")["by_prompt"]
+    assert score_of(*asked, "--policy", "0")["blocks"] == 22
+    assert len(score_of(*asked, "--block-size", "4")["acceptance_by_position"]) == 3
 
 
 def test_limit_and_template_choose_and_make_the_prompts(asked, tmp_path):
     file = tmp_path / "questions.jsonl"
     file.write_text('{"question": "How many?", "answer": "3"}\n{"question": "Why?"}\n')
-    at = asked.index("--prompts") + 1
-    asked = [*asked[:at], str(file), *asked[at + 1 :]]
+    asked = [file if part == asked[5] else part for part in asked]
     assert_one_error(invoke(*asked), "has no 'prompt' or 'messages'")
-    score = json.loads(invoke(*asked, "--template", "Q: {question}", "--limit", "1", "--json").stdout)
-    assert score["prompts"] == 1
+    assert score_of(*asked, "--template", "Q: {question}", "--limit", "1")["prompts"] == 1
 
 
 def test_ctrl_c_leaves_the_score_of_what_was_answered(asked, monkeypatch):
-    true_each = evaluate.measure_each
+    true_each = acceptance.measure_each
 
     def interrupted(*args, **options):
         yield next(true_each(*args, **options))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluate, "measure_each", interrupted)
+    monkeypatch.setattr(acceptance, "measure_each", interrupted)
     result = invoke(*asked)
     assert result.exit_code == 130
     assert "1 prompts, " in result.stdout
@@ -61,17 +75,13 @@ def test_suites_and_kinds_have_rows_of_their_own(asked, tmp_path):
     turns.write_text('{"prompt": ["Hi", "And?"], "category": "writing"}\n')
     problem.write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?", "answer": "4"}\n')
     kinds.write_text('{"prompt": "Hi", "kind": "chat"}\n{"prompt": "f", "kind": "code"}\n{"prompt": "x"}\n')
-    at = asked.index("--prompts")
-    drafter, rest = asked[:at], asked[at + 2 :]
+    drafter, rest = asked[:4], asked[6:]
     suites = ["--suite", f"mt-bench={turns}", "--suite", f"gsm8k={problem}"]
-    result = invoke(*drafter, *suites, *rest, "--limit", "1", "--json")
-    assert result.exit_code == 0, result.output
-    score = json.loads(result.stdout)
-    rows = score["by_kind"]
-    assert {name: row["generated_tokens"] for name, row in rows.items()} == {"mt-bench": 22, "gsm8k": 11}
+    score = score_of(*drafter, *suites, *rest, "--limit", "1")
+    assert {name: row["generated_tokens"] for name, row in score["by_kind"].items()} == {"mt-bench": 22, "gsm8k": 11}
     assert [p["kind"] for p in score["by_prompt"]] == ["mt-bench", "gsm8k"]
     assert score["settings"]["prompts"]["source"] == f"mt-bench={turns}, gsm8k={problem}"
-    score = json.loads(invoke(*drafter, "--prompts", kinds, *rest, "--json").stdout)
+    score = score_of(*drafter, "--prompts", kinds, *rest)
     assert (score["prompts"], list(score["by_kind"])) == (3, ["chat", "code"])
     assert "tau" in invoke(*drafter, *suites, *rest).stdout
     assert_one_error(invoke(*asked, *suites), "leave --prompts out")

@@ -17,19 +17,13 @@ def test_bundled_recipes_are_listed_printed_and_loaded_by_name():
     assert from_yaml(Recipe, invoke("recipe", "qwen3-4b").stdout, "there") == load_recipe("qwen3-4b")
 
 
-def test_a_recipe_for_a_target_is_printed_ready_to_train(tmp_path):
-    target = write_target(tmp_path / "target")
-    result = invoke("recipe", "--target", target, "--run", tmp_path / "run")
+@pytest.mark.parametrize("named", [True, False])
+def test_a_recipe_for_a_target_or_the_bundled_one_is_printed_ready_to_train(tmp_path, named):
+    target = ["--target", write_target(tmp_path / "target")] if named else []
+    result = invoke("recipe", *target, "--run", tmp_path / "run", "--set", "drafter.num_hidden_layers=1")
     assert result.exit_code == 0, result.output
     found = from_yaml(Recipe, result.stdout, "there")
-    assert (found.target, found.run.folder) == (str(target), tmp_path / "run")
-
-
-def test_without_a_target_a_recipe_is_for_the_bundled_one(tmp_path):
-    result = invoke("recipe", "--run", tmp_path / "run", "--set", "drafter.num_hidden_layers=1")
-    assert result.exit_code == 0, result.output
-    found = from_yaml(Recipe, result.stdout, "there")
-    assert (found.target, found.run.folder) == ("bundled", tmp_path / "run")
+    assert (found.target, found.run.folder) == (str(target[1]) if named else "bundled", tmp_path / "run")
     assert found.drafter.num_hidden_layers == 1
 
 
@@ -40,6 +34,14 @@ class Loaded(Exception):
 @pytest.mark.parametrize(
     ("module", "args"),
     [
+        ("target", ["generate", "Hi", "--target", "{place}/target"]),
+        ("target", ["bench", "--target", "{place}/target"]),
+        ("target", ["eval", "--target", "{place}/target"]),
+        ("target", ["cache-prompt", "Hi", "--prompt-cache-file", "{place}/cache", "--target", "{place}/target"]),
+        ("target", ["demo", "--target", "{place}/target"]),
+        ("target", ["doctor", "--target", "{place}/target"]),
+        ("target", ["prepare", "{place}/one.jsonl", "{place}/prepared", "--target", "{place}/target"]),
+        ("target", ["prompts", "--count", "1", "--output", "{place}/made.jsonl", "--target", "{place}/target"]),
         ("training.new_recipe", ["recipe", "--target", "{place}/target"]),
         ("training.train", ["train", "{place}/recipe.yaml", "--set", "run.folder={place}/new"]),
         ("training.train", ["cache-features", "{place}/recipe.yaml", "--set", "data.cached_features={place}/cache"]),
@@ -70,6 +72,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trust")
     write_target(folder / "target")
     write_dataset(folder / "data", folder / "target")
+    (folder / "one.jsonl").write_text('{"prompt": "Hi"}')
     train(recipe(folder, "run", "run.steps=1"))
     (folder / "study.yaml").write_text(
         f"{{folder: {folder}/study, target: {folder}/target, vary: {{decode.drafter: [ngram]}}}}"

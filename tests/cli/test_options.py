@@ -1,0 +1,225 @@
+"""What an option means, and what it may be, is the same in every command that has it."""
+
+import json
+import re
+from dataclasses import fields
+
+import pytest
+import typer
+from support.cli import assert_one_error, invoke
+from support.models import byte_tokenizer, writer
+
+from dflash import cli, evaluation
+from dflash.cli import loading
+from dflash.cli.options import flag_of
+from dflash.decoding.sampling import register_logits_processor
+from dflash.decoding.trace import read_records
+from dflash.options import DecodeOptions
+
+DRAFTING = ("generate", "bench", "eval", "cache-prompt")
+LEFT_OUT = {"generate": set(), "bench": {"trace", "profile", "prompt_cache"}, "eval": {"profile", "prompt_cache"}}
+
+GIVEN = {
+    "max_tokens": ("4", 4),
+    "temp": ("0.5", 0.5),
+    "top_p": ("0.9", 0.9),
+    "min_p": ("0.1", 0.1),
+    "top_k": ("3", 3),
+    "seed": ("7", 7),
+    "logits_processors": ("unchanged", ["unchanged"]),
+    "logit_bias": ('{"7": -1}', {7: -1}),
+    "repetition_penalty": ("1.5", 1.5),
+    "repetition_context_size": ("8", 8),
+    "presence_penalty": ("1", 1.0),
+    "presence_context_size": ("9", 9),
+    "frequency_penalty": ("0.5", 0.5),
+    "frequency_context_size": ("10", 10),
+    "policy": ("3", 3),
+    "tree": ("5", 5),
+    "stop_strings": ("zzz", ["zzz"]),
+    "stop_token_ids": ("9", [9]),
+    "max_kv_size": ("64", 64),
+    "kv_bits": ("8", 8),
+    "kv_group_size": ("32", 32),
+    "quantized_kv_start": ("6", 6),
+    "prefill_step_size": ("16", 16),
+}
+"""Options of which none excludes another: on the command line, and in Python."""
+
+ALONE = {"sampler": ("greedy_of_a_plugin", "greedy_of_a_plugin"), "verify": ("speculative_sampling",) * 2}
+WATCHING = {"trace", "profile", "prompt_cache"}
+
+
+class Caught(Exception):
+    """Ends a command where it would decode."""
+
+
+@pytest.fixture
+def caught(monkeypatch, prompts):
+    """What a command, called with options, hands to the decoder."""
+    from dflash.decoding import sampling
+
+    register_logits_processor("unchanged")(lambda tokens, logits: logits)
+    sampling.register_sampler("greedy_of_a_plugin")(lambda logits: logits.argmax(-1))
+    found: dict = {}
+
+    def side(decoder, max_tokens, temp=0.0, longest=None, **options):
+        found.update({"max_tokens": max_tokens, "temp": temp} | options)
+        return lambda prompt: iter(())
+
+    def compare(*args, seed, **kwargs):
+        found["seed"] = seed
+        raise Caught
+
+    def stream(self, prompt, **options):
+        found.update(options)
+        raise Caught
+
+    decoder = writer("hello")
+    monkeypatch.setattr(type(decoder), "stream_generate", stream)
+    monkeypatch.setattr(loading, "load_decoders", lambda *_: {"one": decoder})
+    monkeypatch.setattr(evaluation, "dflash_side", side)
+    monkeypatch.setattr(evaluation, "compare", compare)
+    first = {"generate": ["generate", "Hi"], "bench": ["bench", "--prompts", prompts]}
+
+    def call(command, given):
+        flags = {field.name: flag_of(field) for field in fields(DecodeOptions)}
+        args = [text for name, (value, _) in given.items() for text in (flags[name], value)]
+        result = invoke(*first[command], "--raw", *args)
+        assert isinstance(result.exception, Caught), result.output
+        return {name: found[name] for name in given}
+
+    return call
+
+
+@pytest.mark.parametrize("command", LEFT_OUT)
+def test_every_option_of_decoding_is_on_the_command_line(command):
+    known = {name for parameter in typer.main.get_command(cli.app).commands[command].params for name in parameter.opts}
+    missing = {field.name for field in fields(DecodeOptions) if flag_of(field) not in known}
+    assert missing == LEFT_OUT[command]
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_every_option_of_decoding_reaches_the_decoder(command, caught):
+    assert {*GIVEN, *ALONE, *WATCHING} == {field.name for field in fields(DecodeOptions)}
+    assert caught(command, GIVEN) == {name: expected for name, (_, expected) in GIVEN.items()}
+    assert caught(command, {"sampler": ALONE["sampler"]}) == {"sampler": "greedy_of_a_plugin"}
+    sampled = {"temp": GIVEN["temp"], "verify": ALONE["verify"]}
+    assert caught(command, sampled) == {"temp": 0.5, "verify": "speculative_sampling"}
+
+
+@pytest.fixture
+def arguments(tmp_path, prompts):
+    """The arguments of a command with a pair, short and in a form that can be read."""
+
+    def of(name: str, pair: list[str], *more: object) -> list[object]:
+        few = ["--prompts", prompts, "--limit", "1", "--max-tokens", "4", "--json"]
+        return {
+            "generate": ["generate", "Hi", *pair, "--max-tokens", "4", "--json", *more],
+            "bench": ["bench", *pair, *few, *more],
+            "eval": ["eval", *pair[3:4], *pair[:2], *few, *more],
+            "cache-prompt": ["cache-prompt", "Hi", *pair, "--prompt-cache-file", tmp_path / "a.safetensors", *more],
+            "demo": ["demo", *pair, *more],
+            "doctor": ["doctor", *pair, *more],
+            "prepare": ["prepare", prompts, tmp_path / "data", *pair[:2], "--max-tokens", "4", *more],
+        }[name]
+
+    return of
+
+
+@pytest.mark.parametrize("command", DRAFTING)
+def test_a_system_prompt_and_template_switches_reach_the_template(command, arguments, loud_pair, tmp_path):
+    def length(*options: str) -> int:
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.trace"
+        result = invoke(*arguments(command, loud_pair, *options, *(["--trace", file] if command == "eval" else [])))
+        assert result.exit_code == 0, result.output
+        if command == "cache-prompt":
+            return int(re.search(r": (\d+) tokens?, ", result.stdout)[1])
+        if command == "eval":
+            return len(next(iter(read_records(file)))["prompt_tokens"])
+        found = json.loads(result.stdout)
+        return (found["prompts"][0] if command == "bench" else found)["prompt_tokens"]
+
+    def templated(*messages: dict) -> int:
+        return len(byte_tokenizer().apply_chat_template(list(messages))["input_ids"])
+
+    user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be"}
+    alone = length()
+    assert length("--system", "Be") - alone == templated(system, user) - templated(user)
+    if command != "cache-prompt":  # there the switch comes after what is kept
+        assert length("--chat-template-config", '{"loud": true}') == alone + 4
+    assert length("--raw") < alone
+
+
+@pytest.mark.parametrize("command", DRAFTING)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", ""], "--target is empty; give a value, or leave the option out"),
+        (["--target", "no such folder"], "No checkpoint folder at 'no such folder'"),
+        (["--draft-bits", "7"], "drafter has bits 7"),
+        (["--draft-window", "0"], "window must be a whole number of at least 1, got 0"),
+        (["--chat-template-config", "{"], "--chat-template-config is not valid JSON"),
+        (["--chat-template-config", "[1]"], "--chat-template-config must be a JSON object"),
+        (["--kv-bits", "5"], "kv_bits must be 2, 3, 4, 6 or 8"),
+        (["--kv-bits", "8"], "kv_group_size 64 does not divide"),
+    ],
+)
+def test_what_loads_and_holds_models_is_checked_in_every_command_that_drafts(
+    command, options, message, arguments, pair
+):
+    assert_one_error(invoke(*arguments(command, pair, *options)), message)
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "eval"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--block-size", "1"], "--block-size must be at least 2, the anchor and one draft; got 1"),
+        (["--temp", "-1"], "temperature must be .*got -1.0"),
+        (["--top-p", "2"], "top_p must be .* from 0 to 1, got 2.0"),
+        (["--min-p", "-1"], "min_p must be .* from 0 to 1, got -1.0"),
+        (["--repetition-penalty", "-1"], "repetition_penalty must be .* at least 0, got -1.0"),
+        (["--presence-penalty", "nan"], "presence_penalty must be a finite number, got nan"),
+        (["--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
+        (["--logit-bias", '{"a": 1}'], "--logit-bias must name token ids, got 'a'"),
+        (["--stop", ""], "--stop must not be empty"),
+        (["--seed", "-1"], f"--seed must be a whole number from 0 to {2**64 - 1}, got -1"),
+        (["--seed", str(2**64)], f"--seed must be .* got {2**64}"),
+        (["--verify", "nope"], "Unknown verification rule 'nope'"),
+        (["--sampler", "nope"], "Unknown sampler 'nope'"),
+        (["--logits-processor", "nope"], "Unknown logits processor 'nope'"),
+        (["--policy", "nope"], "Unknown policy 'nope'"),
+    ],
+)
+def test_a_bad_option_of_decoding_is_one_line_before_a_model_loads(command, options, message, arguments):
+    assert_one_error(invoke(*arguments(command, ["--target", "no such folder"], *options)), message)
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "cache-prompt", "demo", "doctor"])
+def test_an_empty_drafter_is_refused(command, arguments):
+    assert_one_error(invoke(*arguments(command, [], "--drafter", " ")), "--drafter is empty")
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor", "prepare"])
+@pytest.mark.parametrize(("target", "message"), [("", "--target is empty"), ("no such folder", "No checkpoint folder")])
+def test_a_bad_target_is_one_line(command, target, message, arguments):
+    assert_one_error(invoke(*arguments(command, [], "--target", target)), message)
+
+
+@pytest.mark.parametrize("command", ["bench", "eval", "prepare"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--limit", "0"], "limit must be at least 1, got 0"),
+        (["--template", "{question}"], "has no 'question' for the template"),
+    ],
+)
+def test_bad_choices_of_prompts_are_one_line(command, options, message, arguments, pair):
+    assert_one_error(invoke(*arguments(command, pair, *options)), message)
+
+
+@pytest.mark.parametrize("command", [["bench", "--prompts"], ["eval", "--prompts"], ["prepare", "--output", "made"]])
+def test_a_missing_file_of_prompts_is_one_line(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_one_error(invoke(*command, "nope.jsonl"), "There is no file 'nope.jsonl'")

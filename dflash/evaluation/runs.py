@@ -64,8 +64,8 @@ class Run:
         committed: Tokens that each block committed, those after a stop token left out; empty for plain decoding.
         drafted: Tokens that each block drafted.
         accepted: Drafts that each block accepted.
-        request_seconds: Time of the whole request, its prompt included. For a side that computes its second token before
-            it yields the first, as ``mlx_lm`` does, only this includes that pass.
+        request_seconds: Time of the whole request, its prompt included. If a side computes its second token before it
+            yields the first, as ``mlx_lm`` does, only this includes that pass.
     """
 
     tokens: list[int]

@@ -114,15 +114,12 @@ def test_rows_by_kind_add_up_to_all_prompts():
     assert "passes of the target" in text
 
 
-def test_prompts_without_kinds_have_a_row_a_position():
-    found = acceptance_results([counts(2, 3)], [None], 3)
-    assert found["by_kind"] == {}
-    text = rendered(found)
-    assert "acceptance length 1.500 tokens per target pass" in text
-    assert text.splitlines()[-2].split() == ["1", "0.500"]
-
-
-def test_a_kind_without_a_block_has_no_length():
-    found = acceptance_results([counts(0, 0), counts(2, 4)], ["short", "long"], 3)
-    assert found["by_kind"]["short"]["acceptance_length"] is None
-    assert rendered(found).splitlines()[1].split()[:5] == ["short", "1", "0", "0", "-"]
+@pytest.mark.parametrize(
+    ("parts", "kinds", "line", "words"),
+    [
+        ([counts(2, 3)], [None], -2, ["1", "0.500"]),  # without kinds, a row a position
+        ([counts(0, 0), counts(2, 4)], ["short", "long"], 1, ["short", "1", "0", "0", "-", "0.000", "0.000"]),
+    ],
+)
+def test_prompts_without_kinds_or_blocks_have_rows_too(parts, kinds, line, words):
+    assert rendered(acceptance_results(parts, kinds, 3)).splitlines()[line].split() == words

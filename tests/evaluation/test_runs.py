@@ -1,4 +1,4 @@
-"""Runs are fair and say who failed: order of turns, identity, sampling, room for the answer."""
+"""Runs are fair and say who failed: alternation, identity, sampling, room for the answer."""
 
 from contextlib import contextmanager
 from itertools import groupby
@@ -21,14 +21,17 @@ def compared(target, plain, dflash, prompts=PROMPTS, runs=1, **options):
     return [r[DFLASH] for r in bench.compare(target, plain, {DFLASH: dflash}, prompts, runs, **options)]
 
 
-def test_sides_take_turns_and_the_warm_up_is_not_counted():
+@pytest.mark.parametrize(("runs", "turns"), [(1, "pab" + "abp"), (2, "pab" + "abp" + "abp" + "bpa")])
+def test_sides_alternate_share_the_plain_runs_and_the_warm_up_is_not_counted(runs, turns):
     calls: list[str] = []
-    loaded = writer("x").loaded_target
-    sides = scripted_side("p", [5, 6], calls), scripted_side("d", [5, 6], calls)
-    results = compared(loaded, *sides, runs=3)
-    assert calls == list("pd" + "pddppd" + "dppddp")
-    assert [len(r.plain) for r in results] == [len(r.dflash) for r in results] == [3, 3]
-    assert all(r.difference is None for r in results)
+    plain, one, two = (scripted_side(name, [5, 6], calls) for name in "pab")
+    (first, second) = bench.compare(writer("x").loaded_target, plain, {"a": one, "b": two}, PROMPTS, runs)
+    assert "".join(calls) == "pab" + turns
+    assert list(first) == ["a", "b"]
+    assert first["a"].plain is first["b"].plain
+    assert [r.prompt.text for r in (first["a"], second["b"])] == ["one", "two"]
+    assert len(first["a"].plain) == len(first["b"].dflash) == runs
+    assert first["a"].difference is None
 
 
 def test_both_sides_of_a_prompt_answer_with_the_threads_that_were_chosen_before_it():
@@ -67,7 +70,7 @@ def test_a_pass_before_the_first_token_is_time_of_the_whole_request_alone(monkey
     assert (total["ratio"]["median"], total["request_ratio"]["median"]) == (pytest.approx(2 / 3), 1.0)
 
 
-def test_sides_that_answer_together_take_turns_by_pieces_and_draw_each_for_itself():
+def test_sides_that_answer_together_alternate_by_pieces_and_sample_each_for_itself():
     """With the same seed they write what they would write alone."""
     calls: list[str] = []
 
@@ -86,21 +89,12 @@ def test_sides_that_answer_together_take_turns_by_pieces_and_draw_each_for_itsel
     alone = answers(together=False)
     calls.clear()
     together = answers(together=True)
+    assert together.difference is None  # sampled tokens are not compared
     assert together.plain[0].tokens == together.dflash[0].tokens == alone.plain[0].tokens == alone.dflash[0].tokens
     after_warm_up = [len(list(group)) for _, group in groupby(calls[200:])]
     assert sum(after_warm_up) == 200
     assert max(after_warm_up) <= 2 * runs.PIECE, "who went last in one turn goes first in the next"
     assert 0 < together.plain[0].seconds < together.plain[0].request_seconds
-
-
-def test_several_drafters_take_turns_and_share_the_plain_runs():
-    calls: list[str] = []
-    plain, one, two = (scripted_side(name, [5, 6], calls) for name in "pab")
-    (first, second) = bench.compare(writer("x").loaded_target, plain, {"a": one, "b": two}, PROMPTS, runs=2)
-    assert calls == list("pab" + "pab" + "abp" + "abp" + "bpa")
-    assert list(first) == ["a", "b"]
-    assert first["a"].plain is first["b"].plain
-    assert [r.prompt.text for r in (first["a"], second["b"])] == ["one", "two"]
 
 
 def test_a_difference_is_found_with_position_tokens_and_margin():
@@ -114,35 +108,33 @@ def test_a_difference_is_found_with_position_tokens_and_margin():
     assert found.difference.margin == pytest.approx(100)
 
 
-def test_sampled_tokens_are_not_compared():
-    sides = scripted_side("p", [1, 2], []), scripted_side("d", [3], [])
-    (sampled,) = compared(writer("x").loaded_target, *sides, PROMPTS[:1], greedy=False)
-    assert sampled.difference is None
+def broken(prompt):
+    raise RuntimeError("out of memory\nin a kernel")
 
 
-@pytest.mark.parametrize("name", [PLAIN, DFLASH])
-def test_a_failing_side_is_an_error_that_names_side_and_prompt(name):
-    def broken(prompt):
-        raise RuntimeError("out of memory\nin a kernel")
-
-    good = scripted_side("g", [1, 2], [])
-    sides = (broken, good) if name == PLAIN else (good, broken)
-    with pytest.raises(DFlashError, match=f"^{name} failed on prompt 1: out of memory in a kernel$"):
-        compared(writer("x").loaded_target, *sides)
+GOOD, SILENT = scripted_side("g", [1, 2], []), scripted_side("s", [], [])
 
 
-def test_a_side_that_writes_nothing_is_an_error():
-    sides = scripted_side("p", [], []), scripted_side("d", [1], [])
-    with pytest.raises(DFlashError, match="plain mlx_lm wrote nothing"):
-        compared(writer("x").loaded_target, *sides)
+@pytest.mark.parametrize(
+    ("sides", "message"),
+    [
+        ((broken, GOOD), f"^{PLAIN} failed on prompt 1: out of memory in a kernel$"),
+        ((GOOD, broken), f"^{DFLASH} failed on prompt 1: out of memory in a kernel$"),
+        ((SILENT, GOOD), "^plain mlx_lm wrote nothing for prompt 1"),
+    ],
+)
+@pytest.mark.parametrize("together", [False, True])
+def test_a_failing_side_is_an_error_that_names_side_and_prompt(sides, message, together):
+    with pytest.raises(DFlashError, match=message):
+        compared(writer("x").loaded_target, *sides, together=together)
 
 
 def test_counts_below_one_are_errors():
-    decoder = writer("x")
+    target = writer("x").loaded_target
     with pytest.raises(DFlashError, match="max_tokens must be at least 1"):
-        bench.plain_side(decoder.loaded_target, -1)
+        bench.plain_side(target, -1)
     with pytest.raises(DFlashError, match="runs must be at least 1"):
-        compared(decoder.loaded_target, *2 * [scripted_side("s", [1], [])], runs=0)
+        compared(target, GOOD, GOOD, runs=0)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 17, 60])

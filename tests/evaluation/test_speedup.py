@@ -10,11 +10,7 @@ from support.models import ScriptedDrafter, bound_drafter, target
 
 from dflash import DFlashSpeculativeDecoder
 from dflash.evaluation import speedup
-from dflash.evaluation.speedup import Limit, limit_of, measure_limit
-
-
-def test_the_limit_is_tau_plain_steps_over_one_block():
-    assert Limit(8.0, plain=0.004, draft=0.002, verify=0.006).speedup == pytest.approx(4.0)
+from dflash.evaluation.speedup import limit_of, measure_limit
 
 
 @pytest.mark.parametrize(("kind", "block_size", "tau"), [("qwen3", 16, 3.4), ("sliding", 4, 4.0), ("llama", 1, 1.0)])
@@ -25,25 +21,20 @@ def test_the_parts_of_decoding_can_be_replayed_alone(kind, block_size, tau):
     assert limit.speedup == pytest.approx(tau * limit.plain / (limit.draft + limit.verify))
 
 
-@pytest.mark.parametrize(("tau", "blocks"), [(1.0, 8), (3.4, 3), (4.0, 2), (99.0, 1)])
-def test_the_replay_commits_tau_tokens_a_block(tau, blocks, monkeypatch):
+@pytest.mark.parametrize(
+    ("tau", "blocks", "one_by_one", "rows"),
+    [(1.0, 8, False, 8), (3.4, 3, True, 3), (4.0, 2, False, 8), (99.0, 1, True, 8)],
+)
+def test_the_replay_commits_tau_tokens_a_block_and_samples_as_the_rule_does(tau, blocks, one_by_one, rows, monkeypatch):
     monkeypatch.setattr(speedup, "PASSES", 1)
-    drafter = ScriptedDrafter(range(40), 32, block_size=8)
+    monkeypatch.setattr(speedup, "samples_one_by_one", lambda sampler, vocab_size: one_by_one)
+    drafter, sampled, sampler = ScriptedDrafter(range(40), 32, block_size=8), [], make_sampler(temp=1.0)
     decoder = DFlashSpeculativeDecoder(target("qwen3", 1), drafter)
-    measure_limit(decoder, [1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], tau, make_sampler(temp=0.0))
-    a_pass = 1 + blocks  # the prompt's share of the cache, then a proposal a block
-    assert len(drafter.asked) == 2 * a_pass  # a warm-up and one pass
-
-
-@pytest.mark.parametrize(("reached", "rows"), [(True, 3), (False, 8)])
-def test_the_replay_draws_as_many_tokens_a_block_as_the_rule_does(reached, rows, monkeypatch):
-    monkeypatch.setattr(speedup, "PASSES", 1)
-    monkeypatch.setattr(speedup, "samples_one_by_one", lambda sampler, vocab_size: reached)
-    decoder = DFlashSpeculativeDecoder(target("qwen3", 1), ScriptedDrafter(range(40), 32, block_size=8))
-    drawn = []
-    sampler = make_sampler(temp=1.0)
-    measure_limit(decoder, [1, 2, 3], [4, 5, 6, 7, 8, 9], 3.0, lambda row: drawn.append(row) or sampler(row))
-    assert len(drawn) == 2 * (6 + 2 * rows)  # a warm-up and one pass: six plain steps, two blocks
+    answer = [4, 5, 6, 7, 8, 9, 10, 11]
+    measure_limit(decoder, [1, 2, 3], answer, tau, lambda row: sampled.append(row) or sampler(row))
+    # Two passes, a warm-up and one that counts; a drafter computes the prompt's part of the cache in each.
+    assert len(drafter.asked) == 2 * (1 + blocks)
+    assert sum(len(row) for row in sampled) == 2 * (len(answer) + rows * blocks)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Tables of traces hold what the records hold, and the standard quantities are those counted by hand."""
 
+import json
+import sys
+
 import numpy as np
 import pytest
 from support.errors import refused
@@ -125,32 +128,28 @@ def test_acceptance_of_a_real_trace_is_that_of_eval(tmp_path):
 
 
 def test_files_are_named_by_their_stems_or_paths(by_hand, tmp_path):
-    import json
-
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        for stem in ("x", "y"):
-            lines = "".join(json.dumps(record) + "\n" for record in by_hand)
-            (tmp_path / folder / f"{stem}.jsonl").write_text(lines)
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert t.read_traces(a / "x.jsonl", b / "y.jsonl").names == ["x", "y"]
-    assert t.read_traces(a / "x.jsonl", b / "x.jsonl").names == [str(a / "x.jsonl"), str(b / "x.jsonl")]
+    paths = [tmp_path / name for name in ("a/x.jsonl", "b/x.jsonl", "b/y.jsonl")]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(record) + "\n" for record in by_hand))
+    assert t.read_traces(paths[0], paths[2]).names == ["x", "y"]
+    assert t.read_traces(*paths[:2]).names == [str(path) for path in paths[:2]]
     with pytest.raises(DataError) as error:
-        t.read_traces(a / "x.jsonl", a / "x.jsonl")
+        t.read_traces(paths[0], paths[0])
     refused(error, "twice", "x.jsonl")
 
 
-def test_traces_without_an_answer_are_refused(by_hand):
+@pytest.mark.parametrize(
+    ("part", "message"), [(slice(0, 1), "no answer"), (slice(1, None), "does not begin with a re")]
+)
+def test_traces_without_an_answer_are_refused(by_hand, part, message):
     with pytest.raises(DataError) as error:
-        t.read_traces([request([1])])
-    refused(error, "no answer")
-    with pytest.raises(DataError) as error:
-        t.read_traces(by_hand[1:])
-    refused(error, "does not begin with a request")
+        t.read_traces(by_hand[part])
+    refused(error, message)
 
 
 def test_without_pandas_the_extra_is_named(monkeypatch, by_hand):
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(DFlashError) as error:
         t.read_traces(by_hand)
     refused(error, "pandas", "pip install '.[study]'")

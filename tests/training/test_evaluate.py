@@ -58,15 +58,12 @@ def test_heldout_sequences_that_cannot_be_scored_are_a_logged_reason(folder, cap
     assert nothing.results() == {"heldout_loss": None, "heldout_accuracy": [0.0] * 3}
 
 
-def test_prompts_without_room_for_an_answer_say_what_to_lower():
-    sequences = Sequences.from_lists([[1, 2], [3, 4, 5]], [[9], [9, 9]])
-    with pytest.raises(TrainingError, match=r"All 2 held-out prompts have more than 1 tokens.* Lower run\.eval"):
-        evaluate.heldout_prompts(sequences, 2, longest=1)
-    with pytest.raises(TrainingError, match="no prompt to evaluate on"):
-        evaluate.heldout_prompts(Sequences.from_lists([[], [6]], [[9], []]), 2)
-
-
-def test_heldout_prompts_are_what_stands_before_the_response():
+def test_heldout_prompts_are_what_stands_before_the_response_or_say_what_to_do():
     sequences = Sequences.from_lists([[1, 2], [], [3, 4, 5], [6], [7]], [[9], [9], [9, 9], [], [9]])
     assert evaluate.heldout_prompts(sequences, 9) == [[1, 2], [3, 4, 5], [7]]
     assert evaluate.heldout_prompts(sequences, 2, longest=2) == [[1, 2], [7]]
+    long = Sequences.from_lists([[1, 2], [3, 4, 5]], [[9], [9, 9]])
+    with pytest.raises(TrainingError, match=r"All 2 held-out prompts have more than 1 tokens.* Lower run\.eval"):
+        evaluate.heldout_prompts(long, 2, longest=1)
+    with pytest.raises(TrainingError, match="no prompt to evaluate on"):
+        evaluate.heldout_prompts(Sequences.from_lists([[], [6]], [[9], []]), 2)

@@ -120,7 +120,7 @@ MEANINGS = {
     "attention_bias": "biases in the attention's projections",
     "sample_from_anchor": "whether the anchor's position predicts the first draft",
     "elastic_blocks": "whether it has learned blocks of every length, and fills only what is asked for",
-    "draft_vocab_size": "tokens that it can draft, where not all",
+    "draft_vocab_size": "tokens that it can draft, if not all",
     "target_fingerprint": "the target that it was trained for",
     "model_type": "the layers' family",
     # DFlash 2

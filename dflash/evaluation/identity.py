@@ -13,7 +13,7 @@ class Difference:
     """Where two answers part: tokens at ``position`` (``None`` past an end), and how close the choice was.
 
     ``margin`` is the target's top logit less that of the other token, from a fresh forward pass over the
-    common prefix; ``None`` where one answer merely ends.
+    common prefix; ``None`` if one answer merely ends.
     """
 
     position: int

@@ -125,7 +125,7 @@ def plain_side(
     """``mlx_lm.stream_generate`` as its users call it; prompt and answer have at most ``longest`` tokens.
 
     ``options`` are others of mlx-lm, such as ``kv_bits``. It has no stop strings, and stops only at the tokenizer's
-    tokens: where others are given, its tokens are cut as DFlash's are.
+    tokens: if others are given, its tokens are cut as DFlash's are.
 
     Raises ``GenerationError`` for fewer than one token: -1 would mean no end to mlx-lm.
     """
@@ -273,8 +273,7 @@ def compare(
         try:
             with threads.in_use() if threads is not None else nullcontext():
                 if not warm:
-                    for name in sides:
-                        _run(sides, name, prompt, i + 1)
+                    _alternate(sides, prompt, i, 1, seed)
                 warm = True
                 done = _alternate(sides, prompt, i, runs, seed, together)
         except DFlashError as error:
@@ -282,15 +281,16 @@ def compare(
                 raise
             on_failure(error)
             continue
+        tokens = {name: [run.tokens for run in own] for name, own in done.items()}
         results = {}
         for name in drafters:
-            found = find_difference(target, prompt.tokens, *_pairs(done[PLAIN], done[name])) if greedy else None
+            found = find_difference(target, prompt.tokens, tokens[PLAIN], tokens[name]) if greedy else None
             results[name] = PromptResult(prompt, done[PLAIN], done[name], found)
         yield results
 
 
 def _alternate(
-    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int, together: bool
+    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int, together: bool = False
 ) -> dict[str, list[Run]]:
     """Every side's runs of one prompt; a turn is a whole answer or, with ``together``, a piece of one."""
     done: dict[str, list[Run]] = {name: [] for name in sides}
@@ -313,20 +313,10 @@ def _alternate(
     return done
 
 
-def _run(sides: Mapping[str, Side], name: str, prompt: BenchPrompt, number: int) -> Run:
-    with _failures_named(name, number):
-        run = time_side(sides[name], prompt.tokens)
-    return _checked(run, name, number)
-
-
 def rotated(names: Sequence[str], turn: int) -> list[str]:
     """The order of ``names`` in a turn: another one is first in each, so that no side always is."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
-
-
-def _pairs(plain: list[Run], dflash: list[Run]) -> tuple[list[list[int]], list[list[int]]]:
-    return [run.tokens for run in plain], [run.tokens for run in dflash]
 
 
 @contextmanager

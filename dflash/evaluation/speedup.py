@@ -62,14 +62,13 @@ def measure_limit(
     decoding and one evaluation a step, graph building included. ``acceptance_length`` is tau; rounded, it is the number
     of tokens committed per block in the replay.
     """
-    replay = _Replay(decoder, prompt, answer, max(1, round(acceptance_length)), sampler)
-    parts = (replay.plain, replay.draft, replay.verify)
-    passes = [[part() for part in parts] for _ in range(PASSES + 1)][1:]  # the first is a warm-up
+    parts = _PartTimer(decoder, prompt, answer, max(1, round(acceptance_length)), sampler)
+    passes = [(parts.plain(), parts.draft(), parts.verify()) for _ in range(PASSES + 1)][1:]  # the first: a warm-up
     plain, draft, verify = (statistics.median(chain(*part)) for part in zip(*passes, strict=True))
     return Limit(acceptance_length, plain, draft, verify)
 
 
-class _Replay:
+class _PartTimer:
     """The parts of decoding one known answer, each alone, ``stride`` tokens committed per block."""
 
     def __init__(

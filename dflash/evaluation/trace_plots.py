@@ -128,7 +128,7 @@ def _shortened(text: str) -> str:
 
 @contextmanager
 def _panel(x_title: str, y_title: str, percent: bool = False, height: float = 3.0) -> Iterator[tuple[Figure, Any]]:
-    """A figure with one panel to draw into; series get a legend where there are several."""
+    """A figure with one panel to draw into; several series get a legend."""
     figure = Figure(figsize=(5, height), layout="constrained")
     panel = figure.subplots()
     panel.set(xlabel=x_title, ylabel=y_title)

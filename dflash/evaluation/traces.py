@@ -209,8 +209,8 @@ def acceptance_counts(blocks: "pd.DataFrame") -> "pd.Series":
 def calibration(drafts: "pd.DataFrame", bins: int = 10) -> "pd.DataFrame":
     """The reliability table: drafts that were reached, in ``bins`` equal ranges of the drafter's probability.
 
-    The probability is that of its confidence head where it has one. Columns ``low high drafts probability accepted``:
-    the last two are means, equal where the drafter is calibrated (Guo et al. 2017, arXiv:1706.04599).
+    The probability is that of its confidence head if it has one. Columns ``low high drafts probability accepted``:
+    the last two are means, equal if the drafter is calibrated (Guo et al. 2017, arXiv:1706.04599).
     """
     pandas = require_pandas()
     reached = drafts[drafts.reached.astype(bool)]

@@ -11,12 +11,13 @@ import mlx.nn as nn
 
 from dflash.adapters.base import DRAFTER_SIZES
 from dflash.core.errors import IncompatibleModelsError, one_line
+from dflash.core.files import flat
 from dflash.decoding.block import Decoding
 from dflash.decoding.loop import decode, prefill
 from dflash.drafters.protocol import Drafter, Proposal
 from dflash.drafters.tree import TreeDrafter
 from dflash.target import LoadedTargetModel
-from dflash.target.compare import Mismatch, assert_close, assert_same_caches, named_arrays
+from dflash.target.compare import Mismatch, assert_close, assert_same_caches
 from dflash.target.trial import BLOCK, LENGTH, TRIAL, Trial
 
 NODES = 12  # drafts of a tree
@@ -157,7 +158,7 @@ class FullTrial(Trial):
 def model_objects(model: nn.Module) -> list[tuple[str, int]]:
     """Every module and array of ``model`` by name, in order, with its identity."""
     modules = [(name, id(module)) for name, module in model.named_modules()]
-    return modules + [(name, id(array)) for name, array in named_arrays(model)]
+    return modules + [(name, id(array)) for name, array in flat(model.parameters()).items()]
 
 
 def _same_objects(trial: Trial) -> None:

@@ -11,9 +11,9 @@ import mlx.core as mx
 from rich.table import Table
 
 from dflash.core.errors import DFlashError
+from dflash.core.files import flat
 from dflash.core.progress import progress
 from dflash.target import LoadedTargetModel
-from dflash.target.compare import named_arrays
 
 from . import small_models as small
 
@@ -67,7 +67,7 @@ def measure(blocks: int = 40) -> list[Cost]:
     costs = []
     for kind, (name, config) in progress(MODELS.items(), "kinds of cache timed"):
         target = LoadedTargetModel(small.build(name, limit=100_000_000, **config))
-        parameters = sum(w.size for _, w in named_arrays(target.model))
+        parameters = sum(w.size for w in flat(target.model.parameters()).values())
         block, rewind = (min(times) for times in zip(*_times(target, blocks), strict=True))
         costs.append(Cost(kind, name, parameters, block, rewind))
     return costs

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_unflatten
 
-from dflash.target.compare import named_arrays
+from dflash.core.files import flat
 
 HIDDEN, VOCAB, WINDOW = 64, 96, 12
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -294,7 +294,7 @@ def build(name: str, seed: int = 0, limit: int = 20_000_000, **changes: Any) -> 
     else:
         config = small_config(module.ModelArgs, name, changes)
     model = module.Model(module.ModelArgs.from_dict(config))
-    parameters = sum(w.size for _, w in named_arrays(model))
+    parameters = sum(w.size for w in flat(model.parameters()).values())
     if parameters > limit:
         raise ValueError(f"{name} is not small: {parameters:,} parameters")
     return randomize(model, seed)
@@ -310,7 +310,7 @@ def small_config(args_class: type, model_type: str, changes: dict[str, Any]) -> 
 def randomize(model: nn.Module, seed: int) -> nn.Module:
     """Random matrices that keep the scale of activations, embeddings of size 1, vectors near their old values."""
     weights = []
-    for i, (name, w) in enumerate(named_arrays(model)):
+    for i, (name, w) in enumerate(flat(model.parameters()).items()):
         if not mx.issubdtype(w.dtype, mx.floating):
             continue
         noise = mx.random.normal(w.shape, key=mx.random.key(1000 * seed + i))

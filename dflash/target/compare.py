@@ -4,14 +4,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, QuantizedKVCache, RotatingKVCache
-
-
-def named_arrays(model: nn.Module) -> list[tuple[str, mx.array]]:
-    """Every parameter of ``model`` by its full name, in order."""
-    return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
 
 
 class Mismatch(AssertionError):

@@ -1,7 +1,4 @@
-"""``dflash adapters``: which architectures there are, does a target decode exactly here, what does rewind cost.
-
-Knows options, what to print and exit codes. Must not know how anything is checked or measured. Mounted by ``cli``.
-"""
+"""``dflash adapters``: which architectures there are, does a target decode exactly here, what does rewind cost."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -111,7 +111,7 @@ class _Comparison:
         longest = min(decoder.max_seq_length for decoder in decoders.values())
         most = decoding.max_tokens if decoding.max_tokens is not None else options.MAX_TOKENS
         encoded = requests.encode(self.target, form)
-        stops = {"stop_strings": decoding.stop_strings, "stop_token_ids": decoding.stop_token_ids}
+        stops: dict[str, Any] = {"stop_strings": decoding.stop_strings, "stop_token_ids": decoding.stop_token_ids}
         self.plain = b.plain_side(self.target, most, longest, **decoding.plain(), **stops)
         given = decoding.given()
         per_request = {name: given[name] for name in given if name not in ("max_tokens", "temp", "seed")}
@@ -215,13 +215,13 @@ def doctor(models: ModelOptions) -> None:
         print()
         ours = bundled.find_drafter(loaded)
         about = {"bundled drafter": "none; dflash fit makes one" if ours is None else f"made for {ours.target}"}
-        terminal.print_pairs(target_report(loaded, models.target) | about | {"unused tokens": _unused(loaded)})
+        terminal.print_pairs(target_report(loaded, str(models.target)) | about | {"unused tokens": _unused(loaded)})
         drafter = loading.BUNDLED if drafter is None and ours is not None else drafter
     if drafter is not None:
         known = ours.folder if ours is not None and drafter == loading.BUNDLED else drafter
         found = replace(models, drafter=known).load_drafter(loaded)
         print()
-        terminal.print_pairs(drafter_report(found, drafter))
+        terminal.print_pairs(drafter_report(found, str(drafter)))
         if loaded is not None:
             _print_costs(loaded, found)
 

@@ -1,7 +1,4 @@
-"""What ``dflash generate`` shows of its blocks: the text in colours as it comes, and where the time went.
-
-Knows records of a trace, rich and the terminal. Must not know how anything is decoded.
-"""
+"""What ``dflash generate`` shows of its blocks: the text in colours as it comes, and where the time went."""
 
 import sys
 from collections.abc import Iterator

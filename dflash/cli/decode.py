@@ -2,7 +2,6 @@
 
 import json
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +55,7 @@ def generate(
     dflash generate "Who is the thief?" --prompt-cache-file book.safetensors
     dflash generate "What is 7 * 8?" --show-rejected --profile --trace it.jsonl
     """
-    from ..decoding.trace import TraceFile, together
+    from ..decoding.trace import together
     from .blocks import ColouredText, print_profile
 
     if as_json and (show_blocks or show_rejected):
@@ -70,8 +69,7 @@ def generate(
         decoding = replace(decoding, prompt_cache=cache)
         tokens = cache.tokens + form.continuation(text, decoder.loaded_target)
     coloured = ColouredText(show_rejected) if show_blocks or show_rejected else None
-    with ExitStack() as stack:
-        file = decoding.trace and stack.enter_context(TraceFile(decoding.trace, **loading.names_of(models)))
+    with loading.trace_file(decoding, models) as file:
         decoding = replace(decoding, trace=together(file, coloured))
         responses = _shown(decoder, tokens, decoding, quiet=as_json or coloured is not None, lines=not as_json)
     result = generation(len(tokens), responses)

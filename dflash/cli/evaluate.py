@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,25 +70,23 @@ def evaluate(
     """
     import mlx.core as mx
 
-    from ..decoding.trace import TraceFile
     from ..evaluation.acceptance import measure_turns
 
     models = replace(models, drafter=drafter)
     requests = _requests(prompts, suite, template, limit)
     decoder = loading.load_decoder(models)
-    loaded, trace, names = decoder.loaded_target, decoding.trace, loading.names_of(models)
-    most = decoding.max_tokens or MAX_TOKENS
+    loaded, most = decoder.loaded_target, decoding.max_tokens or MAX_TOKENS
     fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, most)
-    mx.random.seed(decoding.seed)  # once: each prompt continues with the state that the previous one left
+    mx.random.seed(decoding.seed or 0)  # once: each prompt continues with the state that the previous one left
     terminal.show_progress()
     given = decoding.given() | {"policy": decoding.policy}
     per_request = {name: value for name, value in given.items() if name not in ("max_tokens", "temp", "seed")}
-    with ExitStack() as stack:
-        file = trace and stack.enter_context(TraceFile(trace, **names))
-        each = measure_turns(decoder, fitting, form.in_messages(loaded), most, decoding.temp, trace=file, **per_request)
+    with loading.trace_file(decoding, models) as file:
+        encode = form.in_messages(loaded)
+        each = measure_turns(decoder, fitting, encode, most, decoding.temp, trace=file, **per_request)
         parts, interrupted = _parts(each, fitting, decoder.block_size)
-    settings = {name: value for name, value in asked.items() if name != "as_json"}
-    settings |= names | {"prompts": requests.identity(), "trace": trace and str(trace)}
+    settings = {name: value for name, value in asked.items() if name != "as_json"} | loading.names_of(models)
+    settings |= {"prompts": requests.identity(), "trace": decoding.trace and str(decoding.trace)}
     about = {"settings": settings, "complete": not (interrupted or left_out), "left_out": left_out}
     _show(parts, [prompt.kind for prompt in fitting[: len(parts)]], decoder.block_size, about, as_json)
     if interrupted:

@@ -1,14 +1,17 @@
 """What commands load by name: decoders, and the judge of their answers."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..core.errors import DFlashError
 from ..models import ModelOptions
+from ..options import DecodeOptions
 
 if TYPE_CHECKING:
+    from ..decoding.trace import TraceFile
     from ..generate import DFlashSpeculativeDecoder
 
 BUNDLED, NGRAM, COMBINED = "bundled", "ngram", "ngram+"
@@ -49,6 +52,13 @@ def path_or_bundled(name: str | Path | None) -> str:
 def names_of(models: ModelOptions) -> dict[str, str]:
     """How traces and JSON name target and drafter."""
     return {"target": path_or_bundled(models.target), "drafter": path_or_bundled(models.drafter)}
+
+
+def trace_file(decoding: DecodeOptions, models: ModelOptions) -> "AbstractContextManager[TraceFile | None]":
+    """The file of ``--trace``, which names the models, while it is open; ``None`` without the option."""
+    from ..decoding.trace import TraceFile
+
+    return TraceFile(cast(Path, decoding.trace), **names_of(models)) if decoding.trace else nullcontext()
 
 
 def score_answers(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:

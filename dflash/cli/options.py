@@ -168,13 +168,14 @@ def group(
             found[field.name] = _READ[field.name](value) if field.name in _READ and value is not None else value
         return record(**found)
 
-    parameters = []
-    for name, field in chosen.items():
-        kind = field.metadata["kind"]
-        in_help = field.default if defaults[name] is None else defaults[name]
-        shown = in_help if kind in (int, float, bool) else None  # of others the help says what they are by default
-        annotation = Annotated[kind if shown is not None else kind | None, _option(field, changed.get(field.name, {}))]
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=annotation))
+    def parameter(name: str, field: "Field[Any]") -> inspect.Parameter:
+        kind, value = field.metadata["kind"], field.default if defaults[name] is None else defaults[name]
+        if kind not in (int, float, bool) or value is None:  # the help says what happens by default
+            kind, value = kind | None, None
+        typed: Any = Annotated[kind, _option(field, changed.get(field.name, {}))]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=typed)
+
+    parameters = [parameter(name, field) for name, field in chosen.items()]
     return Group(parameters, make)
 
 

@@ -1,7 +1,4 @@
-"""``dflash quantize``: a drafter with packed weights, smaller and on Apple silicon faster.
-
-Knows options, folders and what to print. Must not know how weights are packed. Mounted by ``cli``.
-"""
+"""``dflash quantize``: a drafter with packed weights, smaller and on Apple silicon faster."""
 
 from pathlib import Path
 from typing import Annotated

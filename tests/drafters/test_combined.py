@@ -17,12 +17,10 @@ from support.models import (
 
 import dflash
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
-from dflash.cli import loading
 from dflash.decoding.block import Decoding
 from dflash.decoding.loop import decode, prefill
 from dflash.drafters.combined import Chance, CombinedDrafter
 from dflash.drafters.ngram import RESUMING, NgramDrafter
-from dflash.generate import PAIR
 from dflash.policies.base import Policy
 from dflash.target.compare import assert_close
 
@@ -180,10 +178,8 @@ def test_it_is_loaded_by_name_in_python_and_on_the_command_line(tmp_path):
     drafter = dflash.load_drafter(name, window=9)
     assert isinstance(drafter, CombinedDrafter)
     assert (drafter.block_size, drafter.model.block_size) == (16, 8)
-    assert drafter.model._context_limit == 9
+    assert drafter.make_cache().model.layers[0].limit == 9
     folder = save_target(qwen3_model(1, vocab=TEXT_VOCAB), tmp_path / "target")
     result = invoke("generate", "hello", "--target", folder, "--drafter", name, "--max-tokens", 12)
     assert result.exit_code == 0, result.output
     assert DFlashSpeculativeDecoder.from_pretrained(folder, name).generate("hello", max_tokens=12) in result.stdout
-    assert loading.drafter_name("ngram+bundled") == f"ngram+{PAIR / 'drafter'}"
-    assert [loading.drafter_name(other) for other in ("ngram", "a/b", "ngram+a")] == ["ngram", "a/b", "ngram+a"]

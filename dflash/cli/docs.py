@@ -20,7 +20,7 @@ def page() -> str:
     """The whole page as Markdown."""
     group: Any = typer.main.get_command(app)
     context = group.make_context("dflash", [], resilient_parsing=True)
-    return HEAD + "".join(_section(command, context) for command in group.commands.values())
+    return HEAD + "".join(_section(command, context) for command in group.commands.values() if not command.hidden)
 
 
 def _section(command: Any, parent: Any) -> str:

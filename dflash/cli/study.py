@@ -104,28 +104,30 @@ def _print_left(plan: "Plan", as_json: bool) -> None:
     """What is done of each cell, and what is left."""
     from ..training.loop.clock import duration
 
-    cells, count = [], len(plan.prompts)
+    cells: list[dict[str, Any]] = []
     for planned in plan.cells:
         steps, of_steps = plan.steps(planned.training)
         kept = plan.answers(planned.answers)
         answers = sum(prompt.key in kept for prompt in plan.prompts)
-        done = {"steps": steps, "of_steps": of_steps, "answers": answers, "of_answers": count}
+        done = {"steps": steps, "of_steps": of_steps, "answers": answers, "of_answers": len(plan.prompts)}
         cells.append({"name": planned.name, **done, "levels": planned.cell.levels, "seed": planned.cell.seed})
-    incomplete = sum((c["steps"], c["answers"]) != (c["of_steps"], count) for c in cells)
+    incomplete = sum((c["steps"], c["answers"]) != (c["of_steps"], c["of_answers"]) for c in cells)
+    drafters, answers = len(plan.untrained), sum(len(keys) for _, keys in plan.turns())
     took = next((done["seconds"] for key in plan.trainings if (done := plan.finished(key))), None)
-    left = {"cells": incomplete, "drafters": len(plan.untrained), "answers": sum(len(keys) for _, keys in plan.turns())}
     if as_json:
-        print(json.dumps({"cells": cells, "left": left | {"first_training_seconds": took}}))
+        left = {"cells": incomplete, "drafters": drafters, "answers": answers, "first_training_seconds": took}
+        print(json.dumps({"cells": cells, "left": left}))
         return
     rows = []
-    for cell in cells:
-        steps = f"{cell['steps']}/{cell['of_steps'] or '?'}" if cell["of_steps"] != 0 else "-"
-        levels = (*cell["levels"].values(), str(cell["seed"]))
-        rows.append((cell["name"], *levels, steps, f"{cell['answers']}/{count}"))
+    for c in cells:
+        shown = "-" if c["of_steps"] == 0 else f"{c['steps']}/{c['of_steps'] or '?'}"
+        levels = (*c["levels"].values(), str(c["seed"]))
+        rows.append((c["name"], *levels, shown, f"{c['answers']}/{c['of_answers']}"))
     print_rich(table(("cell", *_short(plan.study.factors), "seed", "steps done", "answers done"), rows))
     first = "" if took is None else f" (the first took {duration(took)})"
-    print(f"{incomplete} of {len(cells)} cells left.", end=" ")
-    print(f"To train: {left['drafters']} drafters{first}; to decode: {left['answers']} answers.")
+    print(
+        f"{incomplete} of {len(cells)} cells left. To train: {drafters} drafters{first}; to decode: {answers} answers."
+    )
 
 
 def _cells_table(rows: list[dict[str, Any]], factors: list[str]) -> Any:

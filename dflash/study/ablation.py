@@ -5,6 +5,7 @@ was stopped, a training at its last checkpoint.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from ..core.environment import environment
 from ..core.errors import DFlashError, one_line
 from ..core.files import exclusive_lock, read_arrays, read_json, remove_unfinished, write_json
 from ..core.progress import progress
-from ..drafters.checkpoints.checkpoint import load_drafter
-from ..evaluation.runs import Side, dflash_side, plain_side, time_side
+from ..drafters.protocol import Drafter
+from ..evaluation.runs import Run, Side, dflash_side, plain_side, time_side
 from ..generate import DFlashSpeculativeDecoder
+from ..models import ModelOptions
 from ..options import decode_options
 from ..policies.threads import DecodeThreads, threads_for
 from ..target import load_target
@@ -25,7 +27,7 @@ from ..training.loop.run_folder import read_log
 from ..training.train import FINISHED as DRAFTER
 from ..training.train import cache_features, train
 from .cache import FINISHED, Answer, plain_options
-from .plan import Plan, PlannedCell, drafter_source
+from .plan import Plan, PlannedCell
 from .settings import Study, target_of
 
 SESSIONS = "sessions.json"
@@ -109,7 +111,7 @@ def _decode_missing(plan: Plan) -> None:
 
 def _make_sides(plan: Plan, keys: list[str]) -> dict[str, Side]:
     """How each side answers. Cells that differ in their options alone share a drafter."""
-    drafters: dict[tuple[Any, ...], Any] = {}
+    drafters: dict[ModelOptions, Drafter] = {}
     sides = {}
     for key in keys:
         planned = plan.sides[key]
@@ -120,16 +122,17 @@ def _make_sides(plan: Plan, keys: list[str]) -> dict[str, Side]:
             ways = asked.build_sampler(), asked.build_processors() or None
             sides[key] = plain_side(plan.target, most, plan.target.max_length, *ways)
             continue
-        trained = None if planned.training is None else plan.run_folder(planned.training) / DRAFTER
-        loaded = (trained or drafter_source(who["drafter"]), who.get("draft_bits"), who.get("draft_window"))
-        if loaded not in drafters:
-            drafters[loaded] = load_drafter(*loaded)
-        decoder = DFlashSpeculativeDecoder(plan.target, drafters[loaded], block_size=who.get("block_size"))
+        chosen = ModelOptions(**who | {"block_size": None})
+        if planned.training is not None:
+            chosen = replace(chosen, drafter=plan.run_folder(planned.training) / DRAFTER)
+        if chosen not in drafters:
+            drafters[chosen] = chosen.load_drafter(None)
+        decoder = DFlashSpeculativeDecoder(plan.target, drafters[chosen], block_size=who.get("block_size"))
         sides[key] = dflash_side(decoder, most, temperature, decoder.max_seq_length, **options)
     return sides
 
 
-def _time(side: Side, tokens: list[int], planned: PlannedCell) -> Any:
+def _time(side: Side, tokens: list[int], planned: PlannedCell) -> Run:
     seed = planned.cell.options.get("seed")
     if seed is not None:
         mx.random.seed(seed)

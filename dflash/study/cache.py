@@ -25,6 +25,7 @@ from ..drafters.mtp import NAME as MTP
 from ..drafters.ngram import NAME as NGRAM
 from ..evaluation.runs import Run
 from ..generate import PAIR
+from ..options import option_names
 from ..training.data.dataset import dataset_fingerprint, open_dataset, read_manifest
 from ..training.recipe import DataSettings, Recipe
 from .settings import BUNDLED, Cell
@@ -74,9 +75,7 @@ def plain_key(cell: Cell, target: str) -> str:
 
 def plain_options(cell: Cell) -> dict[str, Any]:
     """The cell's options that plain decoding has too."""
-    mine = ("max_tokens", "temp", "top_p", "min_p", "top_k", "seed", "sampler", "logits_processors", "logit_bias")
-    penalties = ("penalty", "context_size")
-    return {name: value for name, value in cell.options.items() if name in mine or name.endswith(penalties)}
+    return {name: value for name, value in cell.options.items() if name in option_names("sampling")}
 
 
 def prompt_key(tokens: Sequence[int]) -> str:

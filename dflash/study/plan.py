@@ -10,11 +10,10 @@ from typing import Any
 from ..core.errors import DataError, DFlashError, GenerationError, did_you_mean, one_line
 from ..core.files import read_json
 from ..core.settings import SettingsError
-from ..drafters.checkpoints.checkpoint import load_drafter
-from ..drafters.combined import PREFIX as COMBINED
 from ..drafters.kinds import drafter_class
+from ..evaluation import HELDOUT
 from ..evaluation.runs import rotated
-from ..generate import PAIR
+from ..models import ModelOptions
 from ..options import decode_options
 from ..prompts.conversations import read_conversations
 from ..prompts.tokens import prompt_tokens
@@ -36,7 +35,7 @@ from .cache import (
     prompt_key,
     training_key,
 )
-from .settings import BUNDLED, HELDOUT, Cell, PromptSet, Study, make_cells, short_name
+from .settings import BUNDLED, Cell, PromptSet, Study, make_cells, short_name
 
 
 @dataclass(frozen=True)
@@ -188,13 +187,6 @@ def features_read(recipe: Recipe, target: LoadedTargetModel) -> tuple[tuple[int,
     return drafter.target_layer_ids, recipe.objective.needs_target_logits or drafter.needs_target_logits
 
 
-def drafter_source(name: str) -> str | Path:
-    """What :func:`~dflash.load_drafter` takes for the drafter that a study calls ``name``."""
-    if name.startswith(COMBINED):
-        return f"{COMBINED}{drafter_source(name.removeprefix(COMBINED))}"
-    return PAIR / "drafter" if name == BUNDLED else name
-
-
 def encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[StudyPrompt]:
     """The prompts of a set. Raises ``DataError`` where the target cannot take one."""
     source = HELDOUT if chosen.file == BUNDLED else chosen.file
@@ -223,8 +215,8 @@ def _check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
     """Raise :class:`~dflash.core.settings.SettingsError` for settings that target or drafter cannot decode with."""
 
     @lru_cache
-    def own_block_size(drafter: str, bits: int | None, window: int | None) -> int:
-        return int(load_drafter(drafter_source(drafter), bits, window).block_size)
+    def own_block_size(chosen: ModelOptions) -> int:
+        return chosen.load_drafter(None).block_size
 
     for cell in cells:
         asked, who = decode_options(cell.options), cell.drafter
@@ -237,7 +229,7 @@ def _check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
                 own = cell.recipe.drafter.block_size
             elif who.keys() & {"block_size", "draft_bits", "draft_window"}:
                 name = who["drafter"] if cell.recipe is None else cell.recipe.drafter.from_
-                own = own_block_size(name, who.get("draft_bits"), who.get("draft_window"))
+                own = own_block_size(ModelOptions(**who | {"drafter": name, "block_size": None}))
             else:
                 continue
         except DFlashError as error:

@@ -25,8 +25,7 @@ from ..core.settings import (
     settings_help,
 )
 from ..core.values import require_count
-from ..generate import PAIR
-from ..options import GREEDY_BELOW, DecodeOptions, decode_options
+from ..options import DecodeOptions, decode_options
 from ..target.load import BUNDLED
 from ..training.recipe import Recipe, bundled_recipes
 
@@ -39,8 +38,6 @@ DECODE_SETTINGS = (*DRAFTER_SETTINGS, *(option.name for option in dataclasses.fi
 
 _LEAST = {"block_size": 2, "draft_bits": 2, "draft_window": 1, "max_tokens": 1}
 """The least that decoding takes: a block of one position drafts nothing, and plain decoding needs a token."""
-
-HELDOUT = PAIR / "heldout.jsonl"
 
 _DECODE, _TRAIN = "decode.", "train."
 
@@ -120,7 +117,7 @@ class Cell:
     @property
     def greedy(self) -> bool:
         """Whether its text must be that of plain decoding; with sampling a rounding may change a token."""
-        return self.options.get("temp", 0.0) < GREEDY_BELOW and self.options.get("sampler") is None
+        return decode_options(self.options).greedy
 
 
 def load_study(path: str | Path, overrides: Sequence[str] = ()) -> Study:
@@ -225,8 +222,7 @@ def _decoding(study: Study, decode: Mapping[str, Any], seed: int) -> tuple[dict[
     drafter.setdefault("drafter", BUNDLED)
     options = {"temp" if name == "temperature" else name: value for name, value in given.items()}
     options = {"max_tokens": MAX_TOKENS} | options
-    checked = decode_options(options)
-    if checked.sampler is not None or checked.temp >= GREEDY_BELOW:
+    if not decode_options(options).greedy:
         options = {"seed": seed} | options
     return drafter, options
 
@@ -273,9 +269,9 @@ def _replace(values: Any, name: str, value: Any) -> None:
         values = values.setdefault(parent, {}) if isinstance(values, dict) else values
     if not isinstance(values, dict):
         raise SettingsError(f"train: {'.'.join(parents)} holds no keys, so {name} cannot be set.")
-    there = values.get(last)
-    both = isinstance(value, dict) and isinstance(there, dict)
-    if both and value.get("kind", there.get("kind")) == there.get("kind"):
+    there: Any = values.get(last)
+    merged = isinstance(value, dict) and isinstance(there, dict)
+    if merged and value.get("kind", there.get("kind")) == there.get("kind"):
         for key, inner in value.items():
             _replace(there, key, inner)
     else:

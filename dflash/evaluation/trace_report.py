@@ -143,12 +143,13 @@ def _agreement(requests: Sequence[Request]) -> str:
 def _side(request: Request, index: int, traces: Traces) -> str:
     """One answer; its blocks can be pointed at, and linked to as ``#text0-block3``."""
     blocks = request.blocks
-    drafted = [block for block in blocks[1:] if not block["asleep"]]
-    tokens = sum(len(block["tokens"]) for block in blocks)
-    mean = sum(len(block["tokens"]) for block in drafted) / len(drafted) if drafted else float("nan")
-    row = traces.requests[(traces.requests.trace == request.trace) & (traces.requests.request == request.number)]
-    facts = f"{tokens} tokens, {len(drafted)} blocks of {_number(mean, 2)} tokens, "
-    facts += f"{_number(float(row.tokens_per_second.iloc[0]), 1)} tokens/s"
+    of_request, of_blocks = (
+        table[(table.trace == request.trace) & (table.request == request.number)]
+        for table in (traces.requests, traces.blocks)
+    )
+    drafted = of_blocks[(of_blocks.block > 0) & ~of_blocks.asleep].committed
+    facts = f"{of_request.tokens.iloc[0]} tokens, {len(drafted)} blocks of {_number(drafted.mean(), 2)} tokens, "
+    facts += f"{_number(of_request.tokens_per_second.iloc[0], 1)} tokens/s"
     texts: dict[str, str] = {}
     for block in blocks:
         texts |= block["texts"]
@@ -188,20 +189,15 @@ def _text_data(request: Request) -> list[dict[str, Any]]:
     for block in request.blocks:
         texts |= block["texts"]
         chances = block.get("draft_probability", [None] * len(block["drafts"]))
+        given = ("number", "position", "asleep", "source", "verified", "accepted", "why")
         data.append(
-            {
-                "number": block["number"],
-                "position": block["position"],
-                "asleep": block["asleep"],
-                "source": block["source"],
+            {key: block[key] for key in given}
+            | {
                 "tokens": len(block["tokens"]),
-                "verified": block["verified"],
-                "accepted": block["accepted"],
                 "drafts": [[texts[str(t)], p] for t, p in zip(block["drafts"], chances, strict=True)],
                 "draft": _likeliest(block.get("draft_top"), texts),
                 "target": _likeliest(block.get("target_top"), texts),
                 "ms": {part: round(1000 * seconds, 2) for part, seconds in block["seconds"].items()},
-                "why": block["why"],
             }
         )
     return data

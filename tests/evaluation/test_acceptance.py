@@ -5,24 +5,11 @@ import io
 import numpy as np
 import pytest
 from rich.console import Console
-from support.models import (
-    TEXT_VOCAB,
-    ScriptedDrafter,
-    plain_greedy,
-    qwen3_model,
-    random_drafter,
-    wrapped_tokenizer,
-)
+from support.models import TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, random_drafter, wrapped_tokenizer
 
 import dflash
 from dflash.evaluation import BenchPrompt
-from dflash.evaluation.acceptance import (
-    Acceptance,
-    acceptance_results,
-    measure,
-    measure_turns,
-    render_acceptance,
-)
+from dflash.evaluation.acceptance import Acceptance, acceptance_results, measure, measure_turns, render_acceptance
 from dflash.prompts.conversations import Conversation
 from dflash.prompts.tokens import prompt_tokens
 
@@ -87,12 +74,10 @@ def test_a_turn_without_room_is_left_out_with_a_warning(decoder, monkeypatch, ca
     longest = len(talk(decoder, ()).tokens) + 9
     monkeypatch.setattr(type(decoder.loaded_target), "max_length", longest)
     monkeypatch.setattr("dflash.evaluation.acceptance.measure_each", lambda *args, **_: (counts(1, 2) for _ in args[2]))
-    found = list(
-        measure_turns(
-            decoder, [talk(decoder, ("And?",))], lambda messages: prompt_tokens(decoder.loaded_target, messages), 9
-        )
+    found = measure_turns(
+        decoder, [talk(decoder, ("And?",))], lambda said: prompt_tokens(decoder.loaded_target, said), 9
     )
-    assert len(found) == 1
+    assert len(list(found)) == 1
     assert "line 1: a later turn is left out" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""What ``dflash doctor --drafter`` says of every kind of drafter."""
+"""What ``dflash doctor --drafter`` says about every kind of drafter."""
 
 import dataclasses
 
@@ -30,10 +30,9 @@ def test_doctor_shows_kind_weights_and_the_meaning_of_every_key(tmp_path):
     assert set(lines) >= {field.name for field in dataclasses.fields(DFlash2Config)}
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
-def test_every_key_of_a_published_kind_has_a_meaning(kind):
-    keys = {field.name for field in dataclasses.fields(drafters.get(kind).config_class)}
-    assert keys <= MEANINGS.keys()
+def test_every_key_of_a_published_kind_has_a_meaning():
+    kinds = (drafters.get(kind) for kind in ("dflash", "dflash2", "dspark"))
+    assert {field.name for kind in kinds for field in dataclasses.fields(kind.config_class)} <= MEANINGS.keys()
 
 
 def test_a_drafter_without_weights_is_described_and_one_that_is_not_there_is_one_line():
@@ -44,7 +43,7 @@ def test_a_drafter_without_weights_is_described_and_one_that_is_not_there_is_one
 
 
 @pytest.mark.parametrize("name", ["ngram", "mtp", "ngram+mtp", "autoregressive", *drafters.all()])
-def test_what_a_kind_is_stands_in_plain_words(name):
+def test_a_kind_is_described_in_plain_words(name):
     kinds = drafters.all() | {"autoregressive": AutoregressiveDrafter}
     about = (kinds[name] if name in kinds else type(load_drafter(name))).__doc__.partition("\n")[0]
     assert ":class:" not in about

@@ -70,16 +70,12 @@ def test_plots_take_the_pages_colours_say_what_they_show_and_share_no_ids(page, 
     attributes = _Attributes(text)
     ids = attributes.values("id")
     assert len(ids) == len(set(ids))
-    assert len(attributes.values("aria-label")) >= 4
     plots = re.findall(r"<svg.*?</svg>", text, re.S)
     assert len(plots) == 4
-    for plot, words in zip(
-        plots, ("Survival by position: often ", "Drafts accepted", "Calibration", "Time"), strict=True
-    ):
+    colours = {f"var(--{name})" for name in ("ink", "edge", "c0", "c1", *(f"p{i}" for i in range(6)))}
+    for plot, words in zip(plots, ("Survival by position: often ", "Drafts", "Calibration", "Time"), strict=True):
         assert f'role="img" aria-label="{words}' in plot
-        assert set(re.findall(r"(?:fill|stroke): ?([^;\"]+)", plot)) <= {"none"} | {
-            f"var(--{name})" for name in ("ink", "edge", *(f"c{i}" for i in range(2)), *(f"p{i}" for i in range(7)))
-        }
+        assert set(re.findall(r"(?:fill|stroke): ?([^;\"]+)", plot)) <= colours | {"none"}
     assert text == report(read_traces(*traces))  # equal traces, equal bytes
 
 
@@ -96,8 +92,7 @@ def test_a_report_has_less_than_a_megabyte_for_256_tokens(tmp_path):
     decoder = DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB, block_size=16), policy="full")
     decoder.generate([65, 66, 67], max_tokens=64, trace=tmp_path / "a.jsonl")  # a block for almost every token
     records = list(read_records(tmp_path / "a.jsonl"))
-    assert sum(len(r["tokens"]) for r in records[1:]) == 64
-    assert len(records) > 50
+    assert sum(len(r["tokens"]) for r in records[1:]) == 64 < len(records) + 10
     assert invoke("report", tmp_path / "a.jsonl", "-o", tmp_path / "a.html").exit_code == 0
     assert (tmp_path / "a.html").stat().st_size < 1_000_000 * 64 / 256
 
@@ -129,66 +124,41 @@ def test_survival_has_bands_of_several_requests_and_says_what_a_policy_does_to_i
 
 
 @needs_browser
-def test_the_texts_stand_side_by_side_as_they_were_written(page, tmp_path):
-    found = run_in_page(
-        page,
-        """const read = (node) => { const copy = node.cloneNode(true);
-             copy.querySelectorAll('.tail').forEach((n) => n.remove()); return copy.textContent; };
-           const boxes = [...document.querySelectorAll('.text')];
-           return {texts: boxes.map(read), tops: boxes.map((b) => b.getBoundingClientRect().top),
-                   names: [...document.querySelectorAll('.sides h4')].map((n) => n.textContent),
-                   plots: document.querySelectorAll('svg[role=img][aria-label]').length};""",
-        tmp_path,
-    )
-    assert found["texts"] == [ANSWER, ANSWER]
-    assert found["names"] == ["often", "random"]
-    assert found["tops"][0] == found["tops"][1]
-    assert found["plots"] == 4
-
-
-@needs_browser
-def test_a_block_tells_its_drafts_when_it_is_pointed_at_or_clicked_and_arrow_keys_move_on(page, traces, tmp_path):
+def test_texts_stand_side_by_side_and_a_block_tells_its_drafts_when_pointed_at_or_clicked(page, traces, tmp_path):
     _, *blocks = read_records(traces[1])
     texts: dict[str, str] = {}
     for block in blocks[:3]:
         texts |= block["texts"]
-    expected = [texts[str(token)].replace("\n", "⏎") or "·" for token in blocks[2]["drafts"]]
+    drafts = [texts[str(token)].replace("\n", "⏎") or "·" for token in blocks[2]["drafts"]]
     found = run_in_page(
         page,
-        """const place = document.getElementById('text1-block2'), detail = document.getElementById('detail');
-           const read = () => ({heading: (detail.querySelector('h3') || {}).textContent,
-             drafts: [...detail.querySelectorAll('tbody tr')].map((r) => r.children[1].firstChild.textContent),
-             shown: !detail.classList.contains('empty')});
-           const fire = (node, name, more) => node.dispatchEvent(new KeyboardEvent(name, {bubbles: true, ...more}));
-           const seen = {first: read()};
+        """const text = (node) => { const copy = node.cloneNode(true);
+             copy.querySelectorAll('.tail').forEach((n) => n.remove()); return copy.textContent; };
+           const place = document.getElementById('text1-block2'), detail = document.getElementById('detail');
+           const read = () => detail.classList.contains('empty') ? null : [detail.querySelector('h3').textContent,
+             ...[...detail.querySelectorAll('tbody tr')].map((r) => r.children[1].firstChild.textContent)];
+           const press = (key) =>
+             document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {bubbles: true, key}));
+           const boxes = [...document.querySelectorAll('.text')];
+           const seen = {texts: boxes.map(text), tops: boxes.map((b) => b.getBoundingClientRect().top),
+             plots: document.querySelectorAll('svg[role=img][aria-label]').length, first: read()};
            place.dispatchEvent(new MouseEvent('mouseover', {bubbles: true})); seen.hover = read();
            place.click(); seen.clicked = read();
-           fire(place, 'keydown', {key: 'Escape'}); seen.escaped = read();
-           document.getElementById('text1-block0').focus();
-           fire(document.activeElement, 'keydown', {key: 'ArrowRight'}); seen.next = document.activeElement.id;
+           place.focus(); press('Escape'); seen.escaped = read();
+           press('ArrowRight'); seen.next = document.activeElement.id;
            return seen;""",
         tmp_path,
     )
-    heading = f"random, block 2: {blocks[2]['accepted']} of {blocks[2]['verified']} checked drafts accepted"
-    shown = {"heading": heading, "drafts": expected, "shown": True}
-    assert found["hover"] == found["clicked"] == shown
-    assert (found["first"]["shown"], found["escaped"]["shown"], found["next"]) == (False, False, "text1-block1")
+    assert found["texts"] == [ANSWER, ANSWER]
+    assert found["tops"][0] == found["tops"][1]
+    assert found["plots"] == 4
+    counts = f"{blocks[2]['accepted']} of {blocks[2]['verified']}"
+    assert found["hover"] == found["clicked"] == [f"random, block 2: {counts} checked drafts accepted", *drafts]
+    assert (found["first"], found["escaped"], found["next"]) == (None, None, "text1-block3")
 
 
 @needs_browser
-def test_on_a_phone_nothing_is_wider_than_the_screen_and_a_tap_opens_a_sheet(page, tmp_path):
-    found = run_in_page(
-        page,
-        """const rejected = document.getElementById('show-rejected'); rejected.click();
-           const tail = getComputedStyle(document.querySelector('.tail:not(.key)')).display;
-           document.getElementById('text0-block1').click();
-           const detail = document.getElementById('detail');
-           return {width: document.documentElement.scrollWidth, screen: innerWidth, tail,
-                   at: getComputedStyle(detail).position,
-                   bottom: detail.getBoundingClientRect().bottom - innerHeight};""",
-        tmp_path,
-        width=500,  # the least that the browser gives a window
-    )
-    assert found["width"] <= found["screen"] <= 500
-    assert found["tail"] == "inline"
-    assert (found["at"], found["bottom"]) == ("fixed", 0)
+def test_on_a_phone_nothing_is_wider_than_the_screen(page, tmp_path):
+    script = "return [document.documentElement.scrollWidth, innerWidth];"
+    width, screen = run_in_page(page, script, tmp_path, width=500)  # the least that the browser gives a window
+    assert width <= screen <= 500

@@ -1,10 +1,13 @@
 """Prompts in their three forms and the options of decoding: what is taken, and what is refused in one line."""
 
 import logging
-from dataclasses import FrozenInstanceError
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.sample_utils import greedy_sampler
 from support.errors import refused
 from support.models import (
@@ -21,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.core.errors import DFlashError, GenerationError
-from dflash.options import DecodeOptions, decode_options
+from dflash.options import DecodeOptions, decode_options, option_names
 from dflash.prompts.tokens import prompt_tokens
 
 PROMPT = [65, 66]
@@ -69,6 +72,9 @@ def test_messages_system_and_switches_reach_the_decoder():
     assert decoder.generate([USER, ANSWER, USER], system="Be brief.") == "yes"
     (first, *_) = decoder.stream_generate([SYSTEM, USER, ANSWER, USER], chat_template_config={"unused": 1})
     assert first.prompt_tokens == len(prompt)
+    raw = wrapped_tokenizer().encode("hi")
+    (first, *_) = writer("yes", raw).stream_generate("hi", 10, chat=False)
+    assert first.prompt_tokens == len(raw)
 
 
 BAD_PROMPTS = {
@@ -106,14 +112,11 @@ def test_a_bad_prompt_is_refused_at_once_in_one_telling_line(name):
     refused(error, *words)
 
 
-def test_a_template_that_refuses_the_messages_is_one_line():
+def test_a_template_that_refuses_the_messages_and_a_tokenizer_without_files_are_named_in_one_line():
     loaded = target_with_template("{{ raise_exception('Only\\nuser messages.') }}")
     with pytest.raises(GenerationError) as error:
         prompt_tokens(loaded, "hi")
     refused(error, "cannot take this prompt: Only user messages.")
-
-
-def test_a_tokenizer_without_files_is_named_not_the_prompt():
     loaded = target_with_template(None)
     loaded.tokenizer.encode = lambda text: []
     with pytest.raises(GenerationError) as error:
@@ -216,6 +219,25 @@ def test_options_of_the_decoder_are_defaults_of_its_requests():
     with pytest.raises(GenerationError) as error:
         writer("abc", top_pp=0.5)
     refused(error, "'top_pp'", "did you mean 'top_p'")
+
+
+def test_the_fields_are_known_without_mlx_and_keep_its_defaults():
+    program = "import sys, dflash.cli.options; print('mlx.core' in sys.modules, 'yaml' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "False False\n"
+    assert DecodeOptions().quantized_kv_start == DEFAULT_QUANTIZED_KV_START
+
+
+def test_none_is_the_default_of_every_option():
+    assert DecodeOptions(**{field.name: None for field in fields(DecodeOptions)}) == DecodeOptions()
+    assert DecodeOptions(repetition_penalty=None, seed=3).given() == {"seed": 3}
+
+
+def test_plain_decoding_has_the_options_of_sampling():
+    assert set(option_names("sampling")) == {
+        *("max_tokens", "temp", "top_p", "min_p", "top_k", "seed", "sampler", "logits_processors", "logit_bias"),
+        *(f"{kind}_{what}" for kind in ("repetition", "presence", "frequency") for what in ("penalty", "context_size")),
+    }
 
 
 def test_the_record_is_frozen_and_takes_mlx_lms_name_of_the_temperature():

@@ -1,10 +1,7 @@
 """Features cached on disk are those of the target: a run ends with the same weights, and bad caches are one line."""
 
 import json
-import re
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,23 +121,6 @@ def test_a_cache_of_more_layers_in_any_order_holds_those_of_fewer_bit_for_bit(la
         assert mx.array_equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["cross_entropy", "mix"])
-def test_a_drafter_learns_the_same_to_the_last_bit_from_a_cache_of_more_layers(kind, tmp_path):
-    objective, results = ObjectiveSettings(kind), []
-    exact, more = made(tmp_path / "exact"), made(tmp_path / "more", layers=(3, 2, 1, 0))
-    wanted = fc.describe(exact.data, exact.sequences, exact.target, LAYERS, objective.needs_target_logits)
-    for it in (exact, more):
-        batch, losses = fc.with_cached_features(it.batches, fc.CachedFeatures(it.folder, wanted)), []
-        drafter = new_drafter(SHAPE, it.target)
-        loss = partial(drafter_loss, objective=objective, head=it.target.head, dtype=mx.float32)
-        fit(drafter, batch, loss, FitSettings(steps=3, log_every=1), it.folder.parent / "run", on_log=[losses.append])
-        weights = dict(tree_flatten(drafter.parameters()))
-        results.append(([line["loss"] for line in losses if "loss" in line], weights))
-    assert len(results[0][0]) == 3
-    assert results[0][0] == results[1][0]
-    assert all(mx.array_equal(weight, results[1][1][key]) for key, weight in results[0][1].items())
-
-
 def test_shorter_sequences_of_a_batch_are_followed_by_zeros(tmp_path):
     it = made(tmp_path)
     numbers = it.batches.numbers[:3]
@@ -239,37 +219,6 @@ def test_the_size_is_stated_before_it_starts_and_a_disk_without_room_is_refused(
     it.write()
 
 
-FULL = """
-import resource, sys, dflash, mlx.core as mx
-from dflash.cli import main
-mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))  # MKL makes its own small files
-resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))  # bytes of one file: the manifest fits, features do not
-main()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no limits for the size of a file")
-def test_a_disk_that_fills_up_is_one_line_and_the_same_command_continues(tmp_path):
-    write_dataset(tmp_path / "data", write_target(tmp_path / "target"))
-    command = ["cache-features", write_recipe(tmp_path), "--set", f"data.cached_features={tmp_path / 'features'}"]
-    full = subprocess.run([sys.executable, "-c", FULL, *command], capture_output=True, text=True)
-    assert full.returncode == 1
-    wrong = rf"error: Cannot write {tmp_path}/features/000000.safetensors: .* \(\d+ MB free\)"
-    assert re.fullmatch(wrong, full.stderr.splitlines()[-1]), full.stderr
-    assert set(files(tmp_path / "features")) == {"manifest.json", ".lock"}
-    assert invoke(*command).exit_code == 0
-
-
-def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path):
-    write_dataset(tmp_path / "data", write_target(tmp_path / "target"))
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below", "/proc/features"):
-        answer = invoke("cache-features", write_recipe(tmp_path), "--set", f"data.cached_features={folder}")
-        assert answer.exit_code == 1
-        assert answer.stderr.splitlines()[-1].startswith("error: "), answer.stderr
-        assert str(folder) in answer.stderr.splitlines()[-1]
-
-
 def test_hidden_states_that_are_no_numbers_are_not_cached(tmp_path):
     it = made(tmp_path)
     shutil.rmtree(it.folder)
@@ -294,9 +243,8 @@ def test_a_cache_of_something_else_is_refused_for_reading_and_writing(tmp_path):
     }
     before = files(it.folder)
     for key, wanted in others.items():
-        with pytest.raises(DataError, match=f"have {key} .* this recipe needs") as error:
+        with pytest.raises(DataError, match=f"^[^\n]*have {key} [^\n]* this recipe needs[^\n]*$"):
             fc.CachedFeatures(it.folder, wanted)
-        assert "\n" not in str(error.value)
         with pytest.raises(DataError, match=f"have {key} "):
             fc.write_features(it.folder, it.data, it.sequences, it.target, wanted)
     assert files(it.folder) == before

@@ -4,7 +4,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.conversations import Stopping, prompts, turns
-from support.models import plain_greedy
 
 from dflash.core.errors import DataError
 from dflash.training.data import responses
@@ -16,14 +15,6 @@ from dflash.training.data.responses import answer_rows, generate_responses, requ
 def answered(rows: list[Row], target, settings: PrepareSettings, name: str = "shard 0") -> list[tuple[list, list]]:
     """Tokens and mask of every row, in the order of the rows."""
     return [(tokens.tolist(), mask.tolist()) for _, tokens, mask in sorted(answer_rows(rows, target, settings, name))]
-
-
-def test_responses_are_the_targets_own_greedy_ones(target):
-    rows = [encode(talk, target, True, {}) for talk in prompts(7)]
-    for row, (tokens, mask) in zip(rows, answered(rows, target, PrepareSettings(max_tokens=9)), strict=True):
-        prompt = row.tokens.tolist()
-        assert mask == [False] * len(prompt) + [True] * 9
-        assert tokens == prompt + plain_greedy(target.model, prompt, 9)[0]
 
 
 def test_every_response_is_told_once_and_as_soon_as_it_is_complete(target):

@@ -1,6 +1,8 @@
 """Requests that a target makes up: distinct, ended by itself, by seed, and the same bytes after any interruption."""
 
 import json
+import re
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -34,14 +36,16 @@ def requests(path) -> list[str]:
     return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
 
 
-def test_requests_are_distinct_and_as_many_as_asked_for(target, tmp_path):
-    counts = write_prompts(target, 30, tmp_path / "p.jsonl", SETTINGS)
-    found = requests(tmp_path / "p.jsonl")
-    assert len({self_prompts._key(request) for request in found}) == len(found) == counts["requests"] == 30
-    assert [talk.messages[0]["content"] for talk in read_conversations(tmp_path / "p.jsonl")] == found
+def test_requests_are_distinct_and_as_many_as_asked_for(quiet):
+    path, counts = quiet
+    found = requests(path)
+    assert (
+        len({re.sub(r"\W+", " ", text.casefold()).strip() for text in found}) == len(found) == counts["requests"] == 24
+    )
+    assert [talk.messages[0]["content"] for talk in read_conversations(path)] == found
     assert counts["unsuitable"] > 0
     dropped = counts["unfinished"] + counts["unsuitable"] + counts["repeated"]
-    assert 30 <= counts["sampled"] - dropped < 30 + SETTINGS.round_size
+    assert 24 <= counts["sampled"] - dropped < 24 + SETTINGS.round_size
     assert counts["sampled"] % SETTINGS.round_size == 0
 
 
@@ -83,29 +87,37 @@ def test_the_shared_prefix_is_read_once_and_changes_no_token():
     assert dict(self_prompts.generate_responses(model, prompts[:1], [], [8], shared_prefix=3)) == {0: whole[0]}
 
 
-@pytest.mark.parametrize("moment", ["sample", "append", "state"])
-def test_a_killed_run_continues_to_the_same_bytes_and_more_can_be_asked_for(target, tmp_path, monkeypatch, moment):
-    quiet, killed = tmp_path / "quiet.jsonl", tmp_path / "killed.jsonl"
-    counts = write_prompts(target, 40, quiet, SETTINGS)
-    function = {"sample": "_sample_round", "append": "_append", "state": "write_json"}[moment]
-    original, calls = getattr(self_prompts, function), []
+@pytest.fixture(scope="module")
+def quiet(target, tmp_path_factory):
+    """A file that nothing interrupted, and its counts."""
+    path = tmp_path_factory.mktemp("quiet") / "p.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_prompts, "unsuitable", lambda request: len(request) < 2)
+        return path, write_prompts(target, 24, path, SETTINGS)
 
-    def dies(*arguments):
+
+@pytest.mark.parametrize("moment", ["generate_responses", "os.fsync", "write_json"])
+def test_a_killed_run_continues_to_the_same_bytes_and_more_can_be_asked_for(
+    target, quiet, tmp_path, monkeypatch, moment
+):
+    killed, name = tmp_path / "killed.jsonl", f"dflash.training.data.self_prompts.{moment}"
+    original, calls = attrgetter(moment)(self_prompts), []
+
+    def dies(*arguments, **options):
         calls.append(1)
-        if len(calls) == 4:
-            if moment == "append":
+        if len(calls) == 2:
+            if killed.exists():
                 killed.open("a").write('{"prompt": "torn')
             raise KeyboardInterrupt
-        return original(*arguments)
+        return original(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(self_prompts, function, dies)
+        patch.setattr(name, dies)
         with pytest.raises(KeyboardInterrupt):
-            write_prompts(target, 25, killed, SETTINGS)
-    for count in (25, 31, 40, 12):
+            write_prompts(target, 18, killed, SETTINGS)
+    for count in (18, 21, 24, 12):
         after = write_prompts(target, count, killed, SETTINGS)
-    assert killed.read_bytes() == quiet.read_bytes()
-    assert after == counts
+    assert (killed.read_bytes(), after) == (quiet[0].read_bytes(), quiet[1])
 
 
 def test_other_settings_another_target_and_a_file_of_somebody_else_are_refused(target, tmp_path):
@@ -128,7 +140,8 @@ def test_other_settings_another_target_and_a_file_of_somebody_else_are_refused(t
 
 
 def test_a_target_that_has_said_everything_stops_the_run(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(self_prompts, "_sample_round", lambda *_: ["The same again."] * 16)
+    again = [*byte_tokenizer().encode("The same again."), min(target.stop_token_ids())]
+    monkeypatch.setattr(self_prompts, "generate_responses", lambda model, prompts, *_, **__: enumerate([again] * 16))
     with pytest.raises(DataError) as error:
         write_prompts(target, 2, tmp_path / "p.jsonl", SETTINGS)
     refused(error, "no new request in 320 trials", "holds 1")

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from support.runs import recipe
 
 import dflash
-from dflash import DFlashConfig, DFlashDraftModel, register_drafter, save_drafter
+from dflash import DFlashConfig, DFlashDraftModel, save_drafter
 from dflash.core.errors import DFlashError, TrainingError
 from dflash.drafters.kinds import drafters
 from dflash.target.identity import target_fingerprint
@@ -59,12 +59,11 @@ def wide_kind():
     class WideConfig(DFlashConfig):
         width: int = 1
 
-    @register_drafter("wide")
     class Wide(DFlashDraftModel):
         config_class = WideConfig
 
-    yield Wide
-    drafters._known.pop("wide")
+    with drafters.temporary("wide", Wide):
+        yield Wide
 
 
 def test_a_recipe_makes_a_registered_kind_with_its_options(folder, wide_kind):
@@ -83,10 +82,9 @@ def test_a_recipe_makes_a_registered_kind_with_its_options(folder, wide_kind):
 
 def test_a_kind_that_cannot_be_trained_is_refused(folder):
     target = dflash.load_target(folder / "target")
-    register_drafter("frozen")(type("Frozen", (), {}))
-    with pytest.raises(TrainingError, match=r"drafter\.kind 'frozen' cannot be trained"):
+    message = r"drafter\.kind 'frozen' cannot be trained"
+    with drafters.temporary("frozen", type("Frozen", (), {})), pytest.raises(TrainingError, match=message):
         new_drafter(recipe(folder, "x", "drafter.kind=frozen").drafter, target)
-    drafters._known.pop("frozen")
 
 
 def test_a_run_starts_from_the_weights_of_a_given_drafter(folder, tmp_path, caplog):

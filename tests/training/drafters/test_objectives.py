@@ -16,7 +16,6 @@ from dflash.core.errors import TrainingError
 from dflash.core.settings import SettingsError, from_dict
 from dflash.training.drafters.loss import drafter_loss, score
 from dflash.training.drafters.objectives import (
-    OBJECTIVES,
     ObjectiveSettings,
     Predictions,
     d_pace,
@@ -88,31 +87,31 @@ def test_logits_in_half_precision_are_scored_in_float32():
     head, kept = model._target.head, []
     model._target.head = lambda hidden: head(hidden).astype(mx.bfloat16)
 
-    @register_objective("records", needs_target_logits=True)
+    @register_objective("test-records", needs_target_logits=True)
     def records(predictions):
         kept.append((predictions.logits_TV.dtype, predictions.target_logits_TV.dtype))
         return token_cross_entropy(predictions)
 
-    drafter_loss(model, batch, ObjectiveSettings("records"), model._target.head)
+    drafter_loss(model, batch, ObjectiveSettings("test-records"), model._target.head)
     assert set(kept) == {(mx.float32, mx.float32)}
 
 
 def test_an_objective_of_a_plug_in_trains_by_its_name_and_options():
     """One that is cross-entropy on the first positions of a block alone."""
 
-    @register_objective("first_only")
+    @register_objective("test-first_only")
     def first_only(predictions, upto):
         return token_cross_entropy(predictions) * (predictions.positions_T <= upto)
 
     model, batch = drafter(), pad_documents(pack_of_three())
-    settings = from_dict(ObjectiveSettings, {"kind": "first_only", "options": {"upto": 5}}, "recipe")
+    settings = from_dict(ObjectiveSettings, {"kind": "test-first_only", "options": {"upto": 5}}, "recipe")
     assert drafter_loss(model, batch, settings).item() == drafter_loss(model, batch, ObjectiveSettings()).item()
-    one, two = (drafter_loss(model, batch, ObjectiveSettings("first_only", options={"upto": n})) for n in (1, 2))
+    one, two = (drafter_loss(model, batch, ObjectiveSettings("test-first_only", options={"upto": n})) for n in (1, 2))
     assert 0 < one.item() < two.item() < drafter_loss(model, batch, settings).item()
-    with pytest.raises(SettingsError, match=r"options do not fit the objective 'first_only': .*'up'"):
-        ObjectiveSettings("first_only", options={"upto": 1, "up": 1})
-    with pytest.raises(SettingsError, match=r"options do not fit the objective 'first_only': missing .*'upto'"):
-        ObjectiveSettings("first_only")
+    with pytest.raises(SettingsError, match=r"options do not fit the objective 'test-first_only': .*'up'"):
+        ObjectiveSettings("test-first_only", options={"upto": 1, "up": 1})
+    with pytest.raises(SettingsError, match=r"options do not fit the objective 'test-first_only': missing .*'upto'"):
+        ObjectiveSettings("test-first_only")
 
 
 def test_an_objective_that_gives_one_loss_for_all_predictions_is_refused():
@@ -127,7 +126,7 @@ def test_an_objective_that_gives_one_loss_for_all_predictions_is_refused():
 PLUGIN = """
 from dflash.training import register_objective
 
-@register_objective("doubled", needs_target_logits=True)
+@register_objective("test-doubled", needs_target_logits=True)
 def doubled(predictions, factor=2.0):
     best = predictions.target_logits_TV.max(-1) - predictions.logits_TV.max(-1)
     return factor * best ** 2
@@ -136,42 +135,33 @@ def doubled(predictions, factor=2.0):
 
 def test_a_recipe_trains_with_the_objective_of_a_plug_in_file(folder, tmp_path):
     (tmp_path / "mine.py").write_text(PLUGIN)
-    write_recipe(folder)
-    sets = [
-        f"run.folder={tmp_path / 'run'}",
-        "run.steps=2",
-        "objective.kind=doubled",
-        "objective.options={factor: 3.0}",
-    ]
-    options = [option for value in sets for option in ("--set", value)]
-    assert_one_error(invoke("train", folder / "recipe.yaml", *options), "objective: kind is 'doubled'; known are")
-    answer = invoke("--plugin", tmp_path / "mine.py", "train", folder / "recipe.yaml", *options)
+    sets = [f"run.folder={tmp_path / 'run'}", "run.steps=2", "objective={kind: test-doubled, options: {factor: 3.0}}"]
+    command = ["train", write_recipe(folder), *(option for value in sets for option in ("--set", value))]
+    assert_one_error(invoke(*command), "objective: kind is 'test-doubled'; known are")
+    answer = invoke("--plugin", tmp_path / "mine.py", *command)
     assert answer.exit_code == 0, answer.stderr
     recorded = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["objective"]
-    assert (recorded["kind"], recorded["options"]) == ("doubled", {"factor": 3})
+    assert (recorded["kind"], recorded["options"]) == ("test-doubled", {"factor": 3})
     assert load_drafter(tmp_path / "run" / "drafter").block_size == 4
 
 
-@pytest.fixture(autouse=True)
-def forget_the_objectives_of_this_test():
-    yield
-    for name in ("records", "first_only", "doubled"):
-        OBJECTIVES._known.pop(name, None)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "KL"}, "kind is 'KL'; known are cross_entropy, d-pace, kl, l1, mix"),
+        ({"kind": "cross_entrpy"}, "kind is 'cross_entrpy'; did you mean 'cross_entropy'"),
+        ({"kind": "mix", "kl_weight": 1.5}, r"kl_weight must be .*1.*got 1\.5"),
+        ({"kind": "d-pace", "alpha": 2}, r"alpha must be .*1.*got 2"),
+        ({"gamma": 0}, "gamma must be above 0, got 0"),
+        ({"chunk": 0}, r"chunk must be .* got 0"),
+    ],
+)
+def test_impossible_objectives_are_refused_by_name(values, message):
+    with pytest.raises(SettingsError, match=message):
+        from_dict(ObjectiveSettings, values, "recipe")
 
 
-def test_impossible_objectives_are_refused_by_name():
-    with pytest.raises(SettingsError, match="kind is 'KL'; known are cross_entropy, d-pace, kl, l1, mix"):
-        ObjectiveSettings("KL")
-    with pytest.raises(SettingsError, match="kind is 'cross_entrpy'; did you mean 'cross_entropy'"):
-        ObjectiveSettings("cross_entrpy")
-    with pytest.raises(SettingsError, match=r"kl_weight must be .*1.*got 1\.5"):
-        ObjectiveSettings("mix", kl_weight=1.5)
-    with pytest.raises(SettingsError, match=r"alpha must be .*1.*got 2"):
-        ObjectiveSettings("d-pace", alpha=2)
-    with pytest.raises(SettingsError, match="gamma must be above 0, got 0"):
-        ObjectiveSettings(gamma=0)
-    with pytest.raises(SettingsError, match=r"chunk must be .* got 0"):
-        from_dict(ObjectiveSettings, {"chunk": 0}, "recipe")
+def test_an_objective_without_what_it_compares_with_is_refused():
     batch = pad_documents(pack_of_three())
     with pytest.raises(ValueError, match="needs the target's head"):
         drafter_loss(drafter(), batch, ObjectiveSettings("kl"))

@@ -16,6 +16,7 @@ import pytest
 from support.runs import read_log, write_dataset, write_recipe, write_target
 
 import dflash
+from dflash.core.errors import TrainingError
 from dflash.core.settings import load_settings
 from dflash.training.loop.distributed import Ranks, time_limit
 from dflash.training.recipe import Recipe
@@ -103,24 +104,12 @@ def assert_same_weights(one: Path, two: Path) -> None:
         np.testing.assert_allclose(w, second[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_two_ranks_reach_the_weights_of_one_with_the_same_global_batch(folder):
+def test_ranks_of_mlx_launch_reach_the_weights_of_one_process_with_the_same_global_batch(folder):
+    """Started as the README says; the ring of ``mlx.launch`` takes the ports from the starting one on."""
     train(load_settings(Recipe, folder / "recipe.yaml", [f"run.folder={folder / 'one'}"]))
-    with Pair(folder, "two") as pair:
-        outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
-        assert [p.returncode for p in pair.processes] == [0, 0], outputs
-    assert_same_weights(folder / "one", folder / "two")
-    one, two = read_log(folder / "one"), read_log(folder / "two")
-    assert [line["step"] for line in one] == [line["step"] for line in two]  # rank 0 alone writes
-    for a, b in zip(one, two, strict=True):
-        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-3)
-        assert a.get("blocks") == b.get("blocks")
-
-
-def test_mlx_launch_starts_the_ranks(folder):
-    """As the README says; its ring takes the ports from the starting one on."""
     scripts, port = Path(sys.executable).parent, free_ports(2)
     command = [scripts / "mlx.launch", "-n", "2", "--backend", "ring", "--starting-port", str(port)]
-    training = [scripts / "dflash", "train", folder / "recipe.yaml", "--set", f"run.folder={folder / 'launched'}"]
+    training = [scripts / "dflash", "train", folder / "recipe.yaml", "--set", f"run.folder={folder / 'two'}"]
     launch = subprocess.Popen(
         [*command, *training], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -128,10 +117,15 @@ def test_mlx_launch_starts_the_ranks(folder):
         output, _ = launch.communicate(timeout=2 * LIMIT)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(launch.pid, signal.SIGKILL)  # the ranks, should the launcher have left them behind
+            os.killpg(launch.pid, signal.SIGKILL)  # the ranks, should the launcher have left them running
     assert launch.returncode == 0, output
     assert "2 process(es)" in output
-    assert read_log(folder / "launched")[-1]["step"] == 8
+    assert_same_weights(folder / "one", folder / "two")
+    one, two = read_log(folder / "one"), read_log(folder / "two")
+    assert [line["step"] for line in one] == [line["step"] for line in two]  # rank 0 alone writes
+    for a, b in zip(one, two, strict=True):
+        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-3)
+        assert a.get("blocks") == b.get("blocks")
 
 
 @pytest.mark.parametrize(
@@ -195,12 +189,14 @@ def test_ctrl_c_saves_and_ends_every_rank_with_130(folder):
     assert step == read_log(pair.run)[-1]["step"]
 
 
-def test_a_step_that_cannot_be_shared_evenly_is_refused_on_every_rank(folder):
-    with Pair(folder, "uneven", "run.batches_per_step=3") as pair:
-        for process in pair.processes:
-            _, errors = process.communicate(timeout=LIMIT)
-            assert process.returncode == 1
-            assert "cannot be shared evenly by 2 processes" in errors
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_cannot_be_shared_evenly_is_refused_on_every_rank(folder, monkeypatch, rank):
+    ranks = Ranks()
+    ranks.rank, ranks.size = rank, 2
+    monkeypatch.setattr(Ranks, "of_this_run", lambda timeout: ranks)
+    uneven = load_settings(Recipe, folder / "recipe.yaml", ["run.batches_per_step=3"])
+    with pytest.raises(TrainingError, match="cannot be shared evenly by 2 processes"):
+        train(uneven)
 
 
 def test_a_time_limit_calls_only_what_is_late():

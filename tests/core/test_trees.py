@@ -20,8 +20,9 @@ from dflash.drafters.tree import TreeDrafter, likeliest
 from dflash.policies.adaptive import Adaptive
 from dflash.policies.base import BlockRecord, Drafts
 from dflash.target import tree as tree_pass
-from dflash.target.compare import assert_same_caches
+from dflash.target.compare import Mismatch, assert_same_caches
 from dflash.target.rewind import MOVES
+from dflash.target.trial import Trial, tree_equals_its_paths
 
 VOCAB, PROMPT = 32, [3, 1, 4, 1, 5]
 
@@ -70,21 +71,27 @@ def test_likeliest_tokens_of_sparse_logits_are_their_candidates():
 )
 def test_every_row_is_that_of_its_path(name, options):
     """The trial compares logits and caches of every path; ``gemma2`` and ``llama`` decode below."""
-    from dflash.target.trial import Trial, tree_equals_its_paths
-
     loaded = LoadedTargetModel(small.build(name, head_dim=32) if options else small.build(name))
     tree_equals_its_paths(Trial(loaded, cache_options=options))
 
 
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "kv_group_size": 32}, {"kv_bits": 4, "kv_group_size": 32}])
 @pytest.mark.parametrize("broken", ["mask", "depth", "kept rows"])
-def test_the_trial_finds_what_is_wrong(broken, monkeypatch):
+def test_the_trial_finds_what_is_wrong(broken, options, monkeypatch):
+    """Also where quantised caches allow logits to differ by a quantisation level."""
+    loaded = LoadedTargetModel(qwen3_model(0, head_dim=32))
     if broken == "mask":
         monkeypatch.setattr(tree_pass, "ancestors", lambda parents: np.tri(len(parents) + 1, dtype=bool))
     elif broken == "depth":
         monkeypatch.setattr(tree_pass, "depths_of_rows", lambda parents: list(range(len(parents) + 1)))
     else:
-        kind = type(target("qwen3").make_cache()[0])
-        monkeypatch.setitem(MOVES, kind, lambda cache, begun, rows: None)
+        monkeypatch.setitem(MOVES, type(loaded.make_cache(**options)[0]), lambda cache, begun, rows: None)
+    with pytest.raises(Mismatch, match="of the path"):
+        tree_equals_its_paths(Trial(loaded, cache_options=options))
+
+
+def test_a_target_that_computes_something_else_for_a_tree_is_refused(monkeypatch):
+    monkeypatch.setattr(tree_pass, "ancestors", lambda parents: np.tri(len(parents) + 1, dtype=bool))
     loaded = LoadedTargetModel(qwen3_model(0))
     with pytest.raises(DFlashError, match="computes something else for a tree of drafts"):
         loaded.check_trees(loaded.make_cache())

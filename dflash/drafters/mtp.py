@@ -9,7 +9,7 @@ Shapes: S rows, a row being a token and the hidden state before it; E hidden siz
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -162,20 +162,24 @@ def read_mtp_layer(target: "LoadedTargetModel", folder: Path) -> MTPLayer:
     own = [w for name, w in weights.items() if w.ndim == 1 and "norm" in name and "pre_fc" not in name]
     if published or (own and float(np.array(mx.concatenate(own).astype(mx.float32)).mean()) < 0.5):
         weights = {name: w + 1 if w.ndim == 1 and "norm" in name else w for name, w in weights.items()}
-    model = MTPLayer(_new_layer(target), target.hidden_size, target.adapter.config.rms_norm_eps)
+    model = new_mtp_layer(target)
     load_weights(model, _joined_experts(weights), config, folder)
     to_compute_dtype(model)
     mx.eval(model.parameters())
     return model
 
 
-def _new_layer(target: "LoadedTargetModel") -> nn.Module:
-    """A new layer of the class of the target's first full-attention layer."""
+def new_mtp_layer(target: "LoadedTargetModel") -> MTPLayer:
+    """A new layer for ``target``, with an inner layer of the class of the target's first full-attention layer.
+
+    Raises ``IncompatibleModelsError`` if the target has no full-attention layer of a known kind.
+    """
     index = next((i for i, layer in enumerate(target.adapter.layers) if "self_attn" in layer), None)
     try:
         assert index is not None
         kind: Any = type(target.adapter.layers[index])
-        return cast(nn.Module, kind(target.adapter.language_model.args, layer_idx=index))
+        layer = kind(target.adapter.language_model.args, layer_idx=index)
+        return MTPLayer(layer, target.hidden_size, target.adapter.config.rms_norm_eps)
     except (AssertionError, TypeError, AttributeError) as error:
         raise IncompatibleModelsError(
             "The drafter 'mtp' fits targets of the Qwen3-Next and Qwen3.5 families only, not this architecture."

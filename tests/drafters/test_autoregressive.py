@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from support.errors import refused
 from support.models import byte_tokenizer, llama_model, plain_greedy, qwen3_model, save_target, target
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -30,12 +31,8 @@ VOCAB = small.VOCAB
 KINDS = ["llama", "sliding", "gemma3_text", "lfm2", "mamba2", "qwen3_5"]
 
 
-def model(kind: str, seed: int = 0) -> LoadedTargetModel:
-    return built(kind, seed)
-
-
 @lru_cache(maxsize=16)
-def built(kind: str, seed: int) -> LoadedTargetModel:
+def model(kind: str, seed: int = 0) -> LoadedTargetModel:
     if kind in ("llama", "sliding"):
         return target(kind, seed + 3, VOCAB)
     return LoadedTargetModel(small.build(kind, seed))
@@ -202,19 +199,20 @@ def with_tokens(vocab: int, seed: int = 0, **renamed: str) -> LoadedTargetModel:
     return LoadedTargetModel(qwen3_model(seed, vocab), TokenizerWrapper(fast))
 
 
-def test_a_token_that_means_something_else_is_named():
-    loaded, draft = with_tokens(264), with_tokens(264, mask="pad")
+@pytest.mark.parametrize(
+    ("rows", "renamed", "words"),
+    [
+        (264, {"mask": "pad"}, "token 261 is '<|pad|>' in its vocabulary and '<|mask|>' in the target's. Use a model"),
+        (260, {}, "token 260, '<|im_start|>', is past the 260 tokens"),
+    ],
+)
+def test_the_first_token_that_differs_is_named(rows, renamed, words):
+    loaded, draft = with_tokens(264), with_tokens(rows, **renamed)
     assert is_draft_model_compatible(with_tokens(264), loaded)
     assert not is_draft_model_compatible(draft, loaded)
-    expected = r"token 261 is '<\|pad\|>' in its vocabulary and '<\|mask\|>' in the target's\. Use a model of"
-    with pytest.raises(IncompatibleModelsError, match=expected) as error:
+    with pytest.raises(IncompatibleModelsError) as error:
         DFlashSpeculativeDecoder(loaded, AutoregressiveDrafter(draft))
-    assert "\n" not in str(error.value)
-
-
-def test_a_token_without_an_embedding_is_named():
-    with pytest.raises(IncompatibleModelsError, match=r"token 260, '<\|im_start\|>', is past the 260 tokens"):
-        AutoregressiveDrafter(with_tokens(260)).bind(with_tokens(264))
+    refused(error, words)
 
 
 def test_another_last_token_is_a_warning(caplog):

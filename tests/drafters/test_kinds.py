@@ -6,9 +6,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from drafters import gated_drafter
-from mlx.utils import tree_flatten
 from support.cli import assert_one_error, invoke
 from support.models import TEXT_VOCAB, draft_config, plain_greedy, qwen3_model, random_drafter, randomize, save_target
+from support.packagings import assert_saved
 
 from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target, register_drafter, save_drafter
 from dflash.core.errors import CheckpointError, DFlashError
@@ -24,16 +24,9 @@ def gated(**changes) -> gated_drafter.GatedDrafter:
 
 def test_a_kind_of_ones_own_is_saved_loaded_and_decoded(tmp_path):
     assert len(PLUGIN.read_text().splitlines()) <= 30
-    drafter = gated()
-    save_drafter(drafter, tmp_path / "d", dtype=mx.float32)
-    config = json.loads((tmp_path / "d" / "config.json").read_text())
+    config = assert_saved(gated(), tmp_path / "d", mx.float32)
     assert (config["drafter_kind"], config["architectures"], config["gate_scale"]) == ("gated", ["GatedDrafter"], 2.5)
     loaded = load_drafter(tmp_path / "d")
-    assert type(loaded) is gated_drafter.GatedDrafter
-    assert loaded.config == drafter.config
-    for name, w in tree_flatten(drafter.parameters()):
-        assert mx.array_equal(dict(tree_flatten(loaded.parameters()))[name], w).item(), name
-
     target = load_target(save_target(qwen3_model(0, TEXT_VOCAB), tmp_path / "t"))
     features = mx.random.normal((1, 4, loaded.fc.weight.shape[1]), key=mx.random.key(0))
     assert not mx.allclose(loaded.context(features), DFlashDraftModel.context(loaded, features)).item()
@@ -43,13 +36,14 @@ def test_a_kind_of_ones_own_is_saved_loaded_and_decoded(tmp_path):
     assert decoder.spec_generate(mx.array([[1, 2, 3]]), 12, stop_token_ids=[]).tolist() == [[1, 2, 3, *tokens]]
 
 
-def test_the_command_line_knows_a_kind_by_its_plugin(tmp_path, monkeypatch):
+def test_the_command_line_knows_a_kind_by_its_plugin(tmp_path):
     save_drafter(gated(), tmp_path / "d")
     save_target(qwen3_model(0, TEXT_VOCAB), tmp_path / "t")
+    for file, name in ((PLUGIN, "plugin.py"), (tmp_path / "d" / "config.json", "d/config.json")):
+        (tmp_path / name).write_text(file.read_text().replace('"gated"', '"gated_elsewhere"'))
     command = ["generate", "ab", "--target", tmp_path / "t", "--drafter", tmp_path / "d", "--max-tokens", "6"]
-    monkeypatch.delitem(kinds.drafters._known, "gated")  # put back when the test ends
-    assert_one_error(invoke(*command), "drafter_kind 'gated' is not registered here.*--plugin")
-    answer = invoke("--plugin", PLUGIN, *command, "--policy", "full")
+    assert_one_error(invoke(*command), "drafter_kind 'gated_elsewhere' is not registered here.*--plugin")
+    answer = invoke("--plugin", tmp_path / "plugin.py", *command, "--policy", "full")
     assert answer.exit_code == 0, answer.stderr
 
 

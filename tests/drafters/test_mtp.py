@@ -15,9 +15,9 @@ from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, loa
 from dflash.adapters.conformance import small_models
 from dflash.core.files import flat
 from dflash.decoding.sampling import DrawingSampler
-from dflash.drafters.mtp import MTPDrafter, MTPLayer, _new_layer
+from dflash.drafters.mtp import MTPDrafter, new_mtp_layer
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EPS = small_models.HIDDEN, 4, 2, 16, 1e-5
+HEADS, KV_HEADS, HEAD_DIM, EPS = 4, 2, 16, 1e-5
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -30,9 +30,8 @@ def small(kind: str = "qwen3_5", seed: int = 0, vocab: int = TEXT_VOCAB):
 
 def mtp_weights(model, seed: int = 3) -> dict[str, mx.array]:
     """Of a random layer, in mlx-lm's form."""
-    target = LoadedTargetModel(model)
-    layer = MTPLayer(_new_layer(target), HIDDEN, EPS)
-    return {f"mtp.{name}": w for name, w in flat(randomize(layer, seed, scale=2.0).parameters()).items()}
+    layer = randomize(new_mtp_layer(LoadedTargetModel(model)), seed, scale=2.0)
+    return {f"mtp.{name}": w for name, w in flat(layer.parameters()).items()}
 
 
 def text_config(model) -> dict:

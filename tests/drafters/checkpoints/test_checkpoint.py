@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from mlx.utils import tree_flatten
+from support import packagings
+from support.errors import refused
 from support.models import LAYERS, TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, random_drafter, save_target
 
 from dflash import DFlashConfig, DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target, save_drafter
@@ -66,12 +68,10 @@ def truncate(file: Path, kept: float) -> None:
     os.truncate(file, int(file.stat().st_size * kept))
 
 
-def one_line(error: pytest.ExceptionInfo, *words: str) -> None:
-    message = str(error.value)
-    assert isinstance(error.value, DFlashError)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
+def assert_refused(load, path, *words: str, kind: type[DFlashError] = CheckpointError) -> None:
+    with pytest.raises(kind) as error:
+        load(path)
+    refused(error, *words)
 
 
 # --- both ways --------------------------------------------------------------------------------------------
@@ -94,20 +94,11 @@ def test_bfloat16_weights_come_back_bit_by_bit(saved, tmp_path):
     assert load_drafter(tmp_path / "again").config == load_drafter(saved).config
 
 
-def test_a_loaded_drafter_drafts_what_the_saved_one_did(tmp_path, target_folder):
-    original = random_drafter(3, TEXT_VOCAB)
+def test_a_loaded_drafter_drafts_what_the_saved_one_did(tmp_path):
+    original = random_drafter(3, packagings.VOCAB)
     original.apply(lambda w: w.astype(mx.bfloat16).astype(mx.float32))  # what the file can hold
-    save_drafter(original, tmp_path / "d")
-    target, logits = load_target(target_folder), []
-    tokens = mx.array([[7, 8, 9]])
-    for drafter in (original, load_drafter(tmp_path / "d")):
-        drafter.bind(target)
-        cache = drafter.make_cache()
-        drafter.extend_context(
-            target.forward_with_hidden_states(tokens, None, drafter.target_layer_ids)[1], cache, tokens
-        )
-        logits.append(np.array(drafter.propose(mx.array([[4]]), 7, cache).logits.astype(mx.float32)))
-    np.testing.assert_allclose(*logits, atol=1e-4 if CPU else 0.3)
+    save_drafter(original, tmp_path)
+    np.testing.assert_allclose(packagings.logits(original), packagings.logits(tmp_path), atol=1e-4 if CPU else 0.3)
 
 
 @pytest.mark.skipif(not CPU, reason="a GPU computes in the stored dtype")
@@ -173,15 +164,11 @@ def test_a_save_replaces_an_older_checkpoint_and_leaves_two_files(saved):
 @pytest.mark.parametrize("load", [load_drafter, load_target])
 @pytest.mark.parametrize("path", ["/no/such/folder", "no-such-folder", "./no/such/folder"])
 def test_a_missing_path_is_named(load, path):
-    with pytest.raises(CheckpointError) as error:
-        load(path)
-    one_line(error, path, "config.json")
+    assert_refused(load, path, path, "config.json")
 
 
 def test_a_file_in_place_of_a_folder_is_refused(saved):
-    with pytest.raises(CheckpointError) as error:
-        load_drafter(saved / "model.safetensors")
-    one_line(error, "No checkpoint folder")
+    assert_refused(load_drafter, saved / "model.safetensors", "No checkpoint folder")
 
 
 @pytest.mark.parametrize(
@@ -199,9 +186,9 @@ def test_a_hub_name_that_cannot_be_downloaded_is_one_line(load, reason, words, m
         raise reason
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match="There is no folder 'nobody/nothing'") as error:
         load("nobody/nothing")
-    one_line(error, "There is no folder 'nobody/nothing'", "on the hub", words)
+    refused(error, "on the hub", words)
     assert len(str(error.value)) < 120
 
 
@@ -222,29 +209,17 @@ def test_a_run_in_place_of_its_drafter_is_told_apart(saved, tmp_path):
     run = tmp_path / "one"
     shutil.copytree(saved, run)
     (run / "recipe.json").write_text("{}")
-    with pytest.raises(CheckpointError) as error:
-        load_drafter(run)
-    one_line(error, f"{run} is a run; make its drafter with: dflash export {run} {run}/drafter")
+    assert_refused(load_drafter, run, f"{run} is a run; make its drafter with: dflash export {run} {run}/drafter")
     shutil.copytree(saved, run / "drafter")
-    with pytest.raises(CheckpointError) as error:
-        load_drafter(run)
-    one_line(error, f"{run} is a run; its drafter is {run}/drafter")
+    assert_refused(load_drafter, run, f"{run} is a run; its drafter is {run}/drafter")
     assert load_drafter(run / "drafter").block_size == 8
 
 
-def damage_missing(folder):
-    rewrite(folder, lambda w: w.pop("layers.1.mlp.up_proj.weight"))
+def weights_with(change):
+    return lambda folder: rewrite(folder, change)
 
 
-def damage_extra(folder):
-    rewrite(folder, lambda w: w.update({"layers.2.mlp.up_proj.weight": mx.zeros(3)}))
-
-
-def damage_shape(folder):
-    rewrite(folder, lambda w: w.update({"fc.weight": w["fc.weight"][:, 1:]}))
-
-
-def damage_config_with(**changes):
+def config_with(**changes):
     return lambda folder: edit_config(folder, **changes)
 
 
@@ -258,23 +233,27 @@ DAMAGE = {
     "truncated header": (lambda d: os.truncate(d / "model.safetensors", 40), ["damaged or truncated"]),
     "empty file": (lambda d: os.truncate(d / "model.safetensors", 0), ["damaged or truncated"]),
     "not safetensors": (lambda d: (d / "model.safetensors").write_bytes(b"x" * 999), ["damaged or truncated"]),
-    "missing weight": (damage_missing, ["lacks layers.1.mlp.up_proj.weight"]),
-    "extra weight": (damage_extra, ["holds layers.2.mlp.up_proj.weight", "unknown"]),
-    "misshapen weight": (damage_shape, ["fc.weight", "(32, 95)", "(32, 96)"]),
-    "unknown config key": (damage_config_with(num_hidden_layer=3), ["'num_hidden_layer'", "did you mean"]),
-    "config of a deeper drafter": (damage_config_with(num_hidden_layers=3, layer_types=None), ["lacks", "and 8 more"]),
-    "unknown rope": (damage_config_with(rope_scaling={"rope_type": "spiral", "factor": 2}), ["spiral"]),
-    "rope without factor": (damage_config_with(rope_scaling={"rope_type": "linear"}), ["factor"]),
-}
+    "missing weight": (
+        weights_with(lambda w: w.pop("layers.1.mlp.up_proj.weight")), ["lacks layers.1.mlp.up_proj.weight"]
+    ),
+    "extra weight": (
+        weights_with(lambda w: w.update({"layers.2.mlp.up_proj.weight": mx.zeros(3)})),
+        ["holds layers.2.mlp.up_proj.weight", "unknown"],
+    ),
+    "misshapen weight": (
+        weights_with(lambda w: w.update({"fc.weight": w["fc.weight"][:, 1:]})), ["fc.weight", "(32, 95)", "(32, 96)"]
+    ),
+    "unknown config key": (config_with(num_hidden_layer=3), ["'num_hidden_layer'", "did you mean"]),
+    "config of a deeper drafter": (config_with(num_hidden_layers=3, layer_types=None), ["lacks", "and 8 more"]),
+    "rope without factor": (config_with(rope_scaling={"rope_type": "linear"}), ["factor"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_drafter_is_refused_in_one_telling_line(saved, name):
     damage, words = DAMAGE[name]
     damage(saved)
-    with pytest.raises(CheckpointError) as error:
-        load_drafter(saved)
-    one_line(error, *words)
+    assert_refused(load_drafter, saved, *words)
 
 
 def test_a_drafter_is_not_made_from_a_bad_config_in_code():
@@ -298,24 +277,7 @@ def test_a_drafter_of_another_target_is_refused(tmp_path, target_folder, changes
     drafter_folder(tmp_path / "other", **changes)
     with pytest.raises(IncompatibleModelsError) as error:
         DFlashSpeculativeDecoder.from_pretrained(target_folder, tmp_path / "other")
-    one_line(error, *words, "trained for this target")
-
-
-@pytest.mark.parametrize("ids", [[0, 4], [-1, 2]])
-def test_layer_ids_out_of_range_are_refused(saved, ids):
-    config = json.loads((saved / "config.json").read_text())
-    edit_config(saved, dflash_config=config["dflash_config"] | {"target_layer_ids": ids})
-    with pytest.raises(CheckpointError) as error:
-        load_drafter(saved)
-    one_line(error, "out of range", "0 to 3")
-
-
-def test_a_mask_id_outside_the_vocabulary_is_refused(saved):
-    config = json.loads((saved / "config.json").read_text())
-    edit_config(saved, dflash_config=config["dflash_config"] | {"mask_token_id": TEXT_VOCAB})
-    with pytest.raises(CheckpointError) as error:
-        load_drafter(saved)
-    one_line(error, f"mask_token_id {TEXT_VOCAB}", "outside the vocabulary")
+    refused(error, *words, "trained for this target")
 
 
 def test_from_pretrained_loads_a_pair_that_decodes_what_plain_decoding_writes(saved, target_folder):
@@ -333,14 +295,10 @@ def test_half_of_a_pair_is_refused(saved, target_folder):
     for half, reason in (({"target": target_folder}, no_drafter), ({"drafter": saved}, "both")):
         with pytest.raises(DFlashError) as error:
             DFlashSpeculativeDecoder.from_pretrained(**half)
-        one_line(error, reason)
+        refused(error, reason)
 
 
 # --- bad targets ------------------------------------------------------------------------------------------
-
-
-def drop_weight(folder):
-    rewrite(folder, lambda w: w.pop("model.norm.weight"))
 
 
 BAD_TARGETS = {
@@ -348,12 +306,14 @@ BAD_TARGETS = {
     "broken JSON": (lambda d: (d / "config.json").write_text("{"), CheckpointError, ["config.json"]),
     "truncated": (lambda d: truncate(d / "model.safetensors", 0.6), CheckpointError, ["load"]),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), CheckpointError, ["safetensors"]),
-    "missing weight": (drop_weight, CheckpointError, ["1 parameters", "model.norm.weight"]),
+    "missing weight": (
+        weights_with(lambda w: w.pop("model.norm.weight")), CheckpointError, ["1 parameters", "model.norm.weight"]
+    ),
     "no model_type": (lambda d: (d / "config.json").write_text("{}"), CheckpointError, ["model_type"]),
-    "model_type unknown to mlx-lm": (damage_config_with(model_type="abacus"), CheckpointError, ["abacus"]),
-    "model_type without adapter": (damage_config_with(model_type="qwen2"), DFlashError, []),
-    "missing config value": (damage_config_with(hidden_size=None), CheckpointError, []),
-}
+    "model_type unknown to mlx-lm": (config_with(model_type="abacus"), CheckpointError, ["abacus"]),
+    "model_type of another family": (config_with(model_type="qwen2"), DFlashError, []),
+    "missing config value": (config_with(hidden_size=None), CheckpointError, []),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_TARGETS)
@@ -362,7 +322,4 @@ def test_a_bad_target_is_refused_in_one_telling_line(tmp_path, target_folder, na
     folder = tmp_path / "damaged-target"
     shutil.copytree(target_folder, folder)
     damage(folder)
-    with pytest.raises(kind) as error:
-        load_target(folder)
-    one_line(error, *words)
-    assert "damaged-target" in str(error.value) or isinstance(error.value, IncompatibleModelsError)
+    assert_refused(load_target, folder, "damaged-target", *words, kind=kind)

@@ -1,38 +1,29 @@
 """Quantised drafters draft what their dequantised weights do, and survive saving bit by bit."""
 
 import json
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from support.cli import assert_one_error, invoke
-from support.models import HIDDEN, TEXT_VOCAB, plain_greedy, qwen3_model, random_drafter, save_target
+from support.models import TEXT_VOCAB, plain_greedy, qwen3_model, random_drafter, save_target
+from support.packagings import VOCAB, assert_same_drafts, logits, write
 
-from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, load_target, save_drafter
+from dflash import DFlashSpeculativeDecoder, load_drafter, load_target, save_drafter
 from dflash.core.backend import to_compute_dtype
 from dflash.core.errors import CheckpointError, DFlashError
 from dflash.core.files import flat
 from dflash.drafters.checkpoints.quantized import description, quantize_drafter
 from dflash.generate import PAIR
 
-TARGET = LoadedTargetModel(qwen3_model(0, 32))
 SHAPES = {"intermediate_size": 64, "head_dim": 16}  # every input divides by 32, of k_proj to down_proj
 AFFINE = {"group_size": 32, "bits": 4, "mode": "affine"}
 MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 
 
 def drafter(**changes):
-    return random_drafter(3, 32, **(SHAPES | changes))
-
-
-def logits(model) -> np.ndarray:
-    model.bind(TARGET)
-    cache = model.make_cache()
-    features = mx.random.normal((1, 9, len(model.target_layer_ids) * HIDDEN), key=mx.random.key(7))
-    model.extend_context(features, cache, mx.zeros((1, 9), mx.int32))
-    return np.array(model.propose(mx.array([[5]]), 7, cache).logits[0].astype(mx.float32))
+    return random_drafter(3, VOCAB, **(SHAPES | changes))
 
 
 def packed(weights: dict, options: dict, names, stored: mx.Dtype = mx.bfloat16) -> tuple[dict, dict]:
@@ -46,13 +37,6 @@ def packed(weights: dict, options: dict, names, stored: mx.Dtype = mx.bfloat16) 
         wide = [p.astype(mx.float32) if mx.issubdtype(p.dtype, mx.floating) else p for p in parts]
         dense[f"{name}.weight"] = mx.dequantize(*wide, **scheme).astype(mx.float32)
     return quantised, dense
-
-
-def write(folder: Path, config: dict, weights: dict) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    return folder
 
 
 ALL = [name.removesuffix(".weight") for name, w in flat(drafter().parameters()).items() if w.ndim == 2]
@@ -78,8 +62,8 @@ def test_a_quantised_drafter_drafts_what_its_weights_unpacked_do(tmp_path, form,
     quantised, dense = packed(flat(model.parameters()), options, names, stored)
     folder = write(tmp_path / "q", model.config.to_dict() | {key: options}, quantised)
     plain = write(tmp_path / "plain", model.config.to_dict(), dense)
-    drafts = logits(load_drafter(folder))
-    np.testing.assert_allclose(drafts, logits(load_drafter(plain)), atol=2e-4, rtol=1e-4)
+    drafts = logits(folder)
+    np.testing.assert_allclose(drafts, logits(plain), atol=2e-4, rtol=1e-4)
     assert np.abs(drafts - logits(model)).max() > 1e-2, "nothing was quantised"
 
 
@@ -96,7 +80,7 @@ def test_saving_a_quantised_drafter_loses_nothing(tmp_path, form):
     assert sorted(n for n, layer in again.named_modules() if isinstance(layer, nn.QuantizedLinear)) == sorted(names)
     for name, w in flat(first.parameters()).items():
         assert mx.array_equal(w, flat(again.parameters())[name]).item(), name
-    np.testing.assert_array_equal(logits(again), logits(first))
+    assert_same_drafts(again, first)
 
 
 def test_names_in_the_description_may_have_a_prefix_and_false_leaves_a_layer_out(tmp_path):
@@ -109,7 +93,7 @@ def test_names_in_the_description_may_have_a_prefix_and_false_leaves_a_layer_out
         tmp_path / "q", config | {"quantization": described}, {f"model.{n}": w for n, w in quantised.items()}
     )
     plain = write(tmp_path / "plain", config, dense)
-    np.testing.assert_allclose(logits(load_drafter(folder)), logits(load_drafter(plain)), atol=2e-4, rtol=1e-4)
+    np.testing.assert_allclose(logits(folder), logits(plain), atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -73,65 +73,55 @@ def test_a_seed_gives_mlx_lms_text_under_every_policy(policy):
         assert drafted(loaded, text, p, policy=policy) == text
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "sliding", "gemma3_text", "lfm2", "mamba2", "qwen3_5"])
-def test_a_seed_gives_mlx_lms_text_with_every_kind_of_cache(kind):
-    loaded = target(kind, 3) if kind in ("qwen3", "sliding") else LoadedTargetModel(small.build(kind))
-    text = plain(loaded)
-    assert drafted(loaded, text) == text
-    assert drafted(loaded, text, policy=Dozing()) == text
-
-
-@pytest.mark.parametrize("limits", [{"max_kv_size": 24}, {"kv_bits": 8, "kv_group_size": 32}], ids=["size", "bits"])
-def test_a_seed_gives_mlx_lms_text_with_bounded_and_quantised_caches(limits):
-    loaded = LoadedTargetModel(qwen3_model(2, head_dim=32))
-    cache = make_prompt_cache(loaded.model, limits.get("max_kv_size"))
-    if "kv_bits" in limits:
-        cache = [layer.to_quantized(group_size=32, bits=8) for layer in cache]
-    text = plain(loaded, cache=cache)
-    assert drafted(loaded, text, **limits) == text
-
-
-@pytest.mark.usefixtures("draws")
-@pytest.mark.parametrize(
-    "options",
-    [{"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4}, {"top_p": 0.9, "min_p": 0.02, "top_k": 6}],
-    ids=lambda options: "+".join(options),
-)
-def test_a_seed_gives_mlx_lms_text_with_every_filter(options):
-    loaded = target("llama", 2)
-    text = plain(loaded, **options)
-    assert text != plain(loaded)
-    assert drafted(loaded, text, **options) == text
-
-
-PROCESSORS = {
-    "repetition_penalty": 1.4,
-    "presence_penalty": 1.0,
-    "frequency_penalty": 0.5,
-    "logit_bias": {3: 4.0, 7: -20.0},
+QUANTISED = {"kv_bits": 8, "kv_group_size": 32}
+CACHES = {
+    **{kind: (lambda kind=kind: target(kind, 3), {}) for kind in ("qwen3", "sliding")},
+    **{
+        kind: (lambda kind=kind: LoadedTargetModel(small.build(kind)), {})
+        for kind in ("gemma3_text", "lfm2", "mamba2", "qwen3_5")
+    },
+    "bounded": (lambda: LoadedTargetModel(qwen3_model(2, head_dim=32)), {"max_kv_size": 24}),
+    "quantised": (lambda: LoadedTargetModel(qwen3_model(2, head_dim=32)), QUANTISED),
 }
 
 
-@pytest.mark.usefixtures("draws")
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_a_seed_gives_mlx_lms_text_with_every_logits_processor(name):
-    loaded = target("llama", 2)
-    processors = make_logits_processors(**{name: PROCESSORS[name]})
-    text = plain(loaded, processors=processors)
-    assert text != plain(loaded)
-    assert drafted(loaded, text, logits_processors=processors, policy=Dozing()) == text
+@pytest.mark.parametrize("name", CACHES)
+def test_a_seed_gives_mlx_lms_text_with_every_kind_of_cache(name):
+    build, limits = CACHES[name]
+    loaded = build()
+    cache = make_prompt_cache(loaded.model, limits.get("max_kv_size"))
+    if limits == QUANTISED:
+        cache = [layer.to_quantized(group_size=32, bits=8) for layer in cache]
+    text = plain(loaded, cache=cache)
+    assert drafted(loaded, text, **limits) == text
+    assert drafted(loaded, text, policy=Dozing(), **limits) == text
+
+
+FILTERS = [{"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4}, {"top_p": 0.9, "min_p": 0.02, "top_k": 6}]
+PROCESSORS = [
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": 0.5},
+    {"logit_bias": {3: 4.0, 7: -20.0}},
+]
+XTC = {"xtc_probability": 0.5, "xtc_threshold": 0.05}
+OPTIONS = {
+    **{"+".join(options): (options, options) for options in FILTERS},
+    **{name: ({"processors": make_logits_processors(**each)}, each) for each in PROCESSORS for name in each},
+    "sampler of one's own": (XTC, {"temperature": None, "sampler": make_sampler(TEMP, **XTC)}),
+}
+"""By name, what plain mlx_lm and what DFlash is given. XTC draws twice a token, and only where it is in doubt."""
 
 
 @pytest.mark.usefixtures("draws")
-def test_a_sampler_of_ones_own_may_draw_as_often_as_it_likes():
-    """mlx-lm's XTC draws twice a token; another one draws only where it is in doubt."""
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_seed_gives_mlx_lms_text_with_every_filter_processor_and_sampler(name):
     loaded = target("llama", 2)
-    xtc = {"xtc_probability": 0.5, "xtc_threshold": 0.05}
-    text = plain(loaded, **xtc)
+    theirs, ours = OPTIONS[name]
+    text = plain(loaded, **theirs)
     assert text != plain(loaded)
-    asked = {"temperature": None, "sampler": make_sampler(TEMP, **xtc)}
     for policy in (3, Dozing()):
-        assert drafted(loaded, text, policy=policy, **asked) == text
+        assert drafted(loaded, text, policy=policy, **ours) == text
 
 
 @pytest.mark.usefixtures("draws")

@@ -85,15 +85,6 @@ def test_blocks_tell_what_was_drafted_committed_and_why():
     assert blocks[-1]["finish_reason"] == responses[-1].finish_reason == "length"
 
 
-def test_plain_steps_of_the_default_policy_tell_after_how_many_it_drafts_again():
-    _, (first, *blocks), _ = traced(random_decoder(), max_tokens=12, policy="adaptive")
-    steps = [b["asleep"] for b in blocks].index(False)
-    assert steps > 1
-    assert first["why"] == {}
-    assert [b["why"] for b in blocks[:steps]] == [{"next_attempt": n} for n in reversed(range(steps))]
-    assert set(blocks[steps]["why"]) == {"tokens", "seconds", "plain_seconds"}
-
-
 def test_every_token_that_a_trace_names_has_a_text_once():
     _, blocks, _ = traced(random_decoder(), max_tokens=30)
     texts: dict[str, str] = {}
@@ -217,21 +208,15 @@ def test_a_file_holds_what_a_list_gets_a_line_a_record(tmp_path, monkeypatch, ev
     assert (request["drafter"], request["target"]) == ("mine", "qwen3")
 
 
-def test_what_waits_is_written_when_the_caller_stops_early(tmp_path, monkeypatch):
+@pytest.mark.parametrize("close", ["request", "file"])
+def test_what_waits_is_written_when_the_request_or_the_file_is_closed_early(tmp_path, monkeypatch, close):
     monkeypatch.setattr(trace, "BATCH_SECONDS", 1e9)
-    responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=tmp_path / "trace.jsonl")
+    file = TraceFile(tmp_path / "trace.jsonl")
+    responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file)
     next(responses), next(responses)
-    responses.close()
+    {"request": responses, "file": file}[close].close()
     assert [record.get("number") for record in read_records(tmp_path / "trace.jsonl")] == [None, 0, 1]
-
-
-def test_what_waits_is_written_when_the_file_is_closed_before_the_request_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "BATCH_SECONDS", 1e9)
-    with TraceFile(tmp_path / "trace.jsonl") as file:
-        responses = random_decoder().stream_generate(PROMPT, max_tokens=20, trace=file)
-        next(responses), next(responses)
-    assert [record.get("number") for record in read_records(tmp_path / "trace.jsonl")] == [None, 0, 1]
-    responses.close()
+    responses.close(), file.close()
 
 
 def test_a_path_is_replaced_and_closed(tmp_path):

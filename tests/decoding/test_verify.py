@@ -8,7 +8,7 @@ from mlx_lm.sample_utils import make_sampler
 from support.errors import refused
 from support.models import ScriptedDrafter, plain_greedy, qwen3_model, target
 
-from dflash import DFlashError, DFlashSpeculativeDecoder, Proposal, Verified, register_verify
+from dflash import DFlashError, DFlashSpeculativeDecoder, Proposal, Verified
 from dflash.decoding import verify
 from dflash.decoding.sampling import GREEDY
 from dflash.decoding.verify import NO_TOKEN, VERIFY_RULES, accepted_length, first_mismatch, sample_target
@@ -130,9 +130,8 @@ class SecondBestDrafter(ScriptedDrafter):
 
 @pytest.fixture
 def registered():
-    register_verify("top3")(top3)
-    yield "top3"
-    VERIFY_RULES._known.pop("top3")
+    with VERIFY_RULES.temporary("top3", top3):
+        yield "top3"
 
 
 def test_a_rule_of_ones_own_decides_what_is_committed(registered):

@@ -57,7 +57,7 @@ def bench(
     runs: Annotated[int, typer.Option(help="Runs of each side per prompt.")] = 1,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare with plain mlx_lm on the same prompts, in turns.
+    """Compare with plain mlx_lm on the same prompts, alternating.
 
     Prints speeds (tokens after the first per second since the first), their
     ratio, the acceptance length, whether the tokens are identical, and the
@@ -72,9 +72,7 @@ def bench(
     dflash bench --drafter bundled --drafter ngram --limit 20
     dflash bench --target T --drafter mine --prompts q.jsonl --template "{question}"
     """
-    from ..evaluation import HELDOUT
-
-    requests = Requests.read(prompts or HELDOUT, template=template, limit=limit)
+    requests = Requests.read(prompts, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
     loading.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
     decoders = loading.load_decoders(models, drafter or ())

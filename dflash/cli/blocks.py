@@ -97,7 +97,7 @@ def style_of(block: Record, token: int) -> str:
 
 
 def print_profile(profile: "Profile") -> None:
-    """To stderr: seconds by part, the verify lengths with what came of them beside what the policy expected, notes."""
+    """To stderr: seconds by part, the verify lengths with what they committed and what the policy expected, notes."""
     total = sum(profile.seconds.values())
     parts = Table("part", "seconds", "share", "a block", title="time")
     for part, seconds in profile.seconds.items():

@@ -28,7 +28,7 @@ HubSplit = Annotated[
     str | None, typer.Option(help="Of a hub dataset; 'train[:1000]' takes its first 1000 rows. Default: train.")
 ]
 HubSubset = Annotated[str | None, typer.Option(help="Of a hub dataset that has several.")]
-Regenerate = Annotated[bool, typer.Option("--regenerate", help="Let the target write given responses anew.")]
+Regenerate = Annotated[bool, typer.Option("--regenerate", help="Let the target rewrite the responses that are given.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of a response; it is cut there.")]
 MaxLength = Annotated[int, typer.Option(help="Most tokens of a sequence; longer ones are dropped.")]
 BatchSize = Annotated[int, typer.Option(help="Responses written at a time.")]
@@ -225,7 +225,7 @@ def split(
     heldout_percent: HeldoutPercent = None,
     heldout_at_least: HeldoutAtLeast = None,
 ) -> None:
-    """Choose anew which conversations are held out; the target writes nothing.
+    """Change which conversations are held out; the target writes nothing.
 
     A greater share adds to the conversations held out by a smaller one, so a
     drafter trained before has seen those that are added. Cached features and

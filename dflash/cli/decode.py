@@ -147,8 +147,8 @@ def demo(
 ) -> None:
     """Answer one request plainly, then with DFlash, and compare.
 
-    The request is a heldout one of the bundled models; of a target of one's own
-    no answer is checked.
+    The request is a held-out one of the bundled models. The answers of any other
+    target are not checked.
 
     Examples:
 
@@ -164,7 +164,7 @@ def demo(
     decoder = loading.load_decoder(models)
     loaded = decoder.loaded_target
     if text is None:
-        heldout = b.HELDOUT if models.target is None else heldout_for(loaded)
+        heldout = None if models.target is None else heldout_for(loaded)
         requests = Requests.read(heldout).encode(loaded, PromptFormat())
     else:
         requests = [b.BenchPrompt(text, PromptFormat().tokens(text, loaded))]
@@ -192,7 +192,7 @@ def _print_demo(result: "PromptResult", verdicts: tuple[bool, bool] | None) -> N
     for name, rate in rates.items():
         print(f"{name:<13} {rate['median']:7.1f} tokens/s" if rate else f"{name:<13} too short to time")
     if ratio and tau:
-        print(f"{'ratio':<13} {ratio['median']:7.2f}   (median of {len(result.ratios)} runs in turns)")
+        print(f"{'ratio':<13} {ratio['median']:7.2f}   (median of {len(result.ratios)} alternating runs)")
         print(f"{'acceptance':<13} {tau:7.2f}   tokens per block, {len(result.dflash[0].tokens)} tokens")
     difference = result.difference
     print("tokens        " + ("identical" if difference is None else f"DIFFERENT at position {difference.position}"))

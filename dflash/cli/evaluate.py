@@ -94,10 +94,8 @@ def evaluate(
 
 
 def _requests(prompts: str | None, suites: list[str] | None, template: str | None, limit: int | None) -> Requests:
-    from ..evaluation import HELDOUT
-
     if not suites:
-        return Requests.read(prompts or HELDOUT, template=template, limit=limit)
+        return Requests.read(prompts, template=template, limit=limit)
     if prompts is not None or template is not None:
         option = "--prompts" if prompts is not None else "--template"
         raise DFlashError(f"--suite brings prompts and template of its own; leave {option} out.")

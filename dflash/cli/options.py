@@ -219,7 +219,8 @@ Prompts = Annotated[
     str | None,
     typer.Option(
         metavar="FILE.jsonl|HUB",
-        help='Lines such as {"prompt": "..."} or {"messages": [...]}. Default: heldout requests of the bundled models.',
+        help='Lines such as {"prompt": "..."} or {"messages": [...]}. '
+        "Default: held-out requests of the bundled models.",
         callback=not_empty,
     ),
 ]

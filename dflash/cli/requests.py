@@ -57,12 +57,19 @@ class Requests:
     source: str
 
     @classmethod
-    def read(cls, source: str | Path, *, template: str | None = None, limit: int | None = None) -> "Requests":
-        """The first ``limit`` conversations of a JSONL file or a hub dataset; ``template`` makes their prompts."""
+    def read(
+        cls, source: str | Path | None = None, *, template: str | None = None, limit: int | None = None
+    ) -> "Requests":
+        """The first ``limit`` conversations of a JSONL file or a hub dataset; ``template`` makes their prompts.
+
+        Without a ``source`` they are the held-out requests of the bundled models.
+        """
+        from ..evaluation import HELDOUT
         from ..prompts.conversations import read_conversations
 
         if limit is not None and limit < 1:
             raise DFlashError(f"--limit must be at least 1, got {limit}.")
+        source = source or HELDOUT
         return cls(read_conversations(source, template=template, limit=limit), str(source))
 
     @classmethod
@@ -99,7 +106,7 @@ class Requests:
             alone = len(messages) == 1 and messages[0]["role"] == "user"
             try:
                 tokens = in_messages(messages[0]["content"] if alone else messages)
-                if asked.later:  # what cannot be asked in turns shows before anything is decoded
+                if asked.later:  # a later turn that cannot be asked shows before anything is decoded
                     in_messages(list(asked.after("").messages))
             except GenerationError as error:
                 raise DataError(f"{conversation.where}: {error}") from error

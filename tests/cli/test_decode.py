@@ -53,20 +53,6 @@ def test_a_dash_reads_the_prompt_and_raw_takes_it_as_it_is(pair):
     assert chat[0]["tokens"] == chat[1]["tokens"]
 
 
-def test_penalties_and_biases_mean_on_the_command_line_what_they_mean_in_python(pair):
-    decoder = dflash.DFlashSpeculativeDecoder.from_pretrained(pair[1], pair[3])
-    penalties = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}
-    answers = []
-    for bias in ({}, {70: 9.0}):
-        asked = ["--min-p", "0.01", "--logit-bias", json.dumps(bias), "--temp", "1", "--seed", "3", "--json"]
-        asked += [part for name, value in penalties.items() for part in ("--" + name.replace("_", "-"), str(value))]
-        result = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "16", *asked).stdout)
-        options = {"min_p": 0.01, "temperature": 1.0, "seed": 3, "logit_bias": bias} | penalties
-        assert result["text"] == decoder.generate("Hi", max_tokens=16, **options)
-        answers.append(result["text"])
-    assert answers[0] != answers[1]
-
-
 def test_a_seed_repeats_a_sample_and_another_changes_it(pair):
     options = [*pair, "--max-tokens", "20", "--json", "--temp", "1", "--top-k", "50", "--top-p", "0.95"]
     seeds = ("1", "1", "2", str(2**64 - 1))
@@ -74,11 +60,13 @@ def test_a_seed_repeats_a_sample_and_another_changes_it(pair):
     assert answers[0] == answers[1] != answers[2] != answers[3]
 
 
-def test_stop_ends_the_text_before_it(monkeypatch):
+def test_stop_strings_and_tokens_end_the_text(monkeypatch):
     monkeypatch.setattr(loading, "load_decoder", lambda *_: writer("one two three"))
-    result = invoke("generate", "AB", "--raw", "--stop", "zzz", "--stop", " th", "--json")
-    answer = json.loads(result.stdout)
+    answer = json.loads(invoke("generate", "AB", "--raw", "--stop", "zzz", "--stop", " th", "--json").stdout)
     assert (answer["text"], answer["finish_reason"]) == ("one two", "stop")
+    (token,) = byte_tokenizer().encode("w")
+    answer = json.loads(invoke("generate", "AB", "--raw", "--stop-token", token, "--json").stdout)
+    assert (answer["text"], answer["finish_reason"]) == ("one t", "stop")
 
 
 def test_no_tokens_and_a_single_one_have_no_speed(pair):

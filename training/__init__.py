@@ -1,13 +1,13 @@
-"""Training a drafter, in stages: each room knows those before it only through what they hand on.
+"""Training a drafter, in stages. A stage uses only the results of the stages before it.
 
 1. ``data``: conversations become shards of tokens.
-2. ``features``: what the frozen target makes of them.
-3. ``batches``: which sequences and which anchors make a batch.
+2. ``features``: the frozen target's hidden states for them.
+3. ``batches``: the sequences and anchors of each batch.
 4. ``drafters``: from a drafter to the loss of a batch.
-5. ``loop``: from a loss to weights, in a run that can be stopped at any moment.
+5. ``loop``: from a loss to weights, in a run that can be interrupted at any moment.
 6. ``evaluate`` and ``export``: acceptance by decoding; the published format.
 
-``recipe`` says what a run is made of and ``train`` carries it out; ``pipeline`` does all stages.
+``recipe`` describes a run, ``train`` carries it out, and ``pipeline`` runs all stages.
 
 A whole run     load_recipe, Recipe, run_recipe, read_log
 Data            prepare, PrepareSettings, open_dataset

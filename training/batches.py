@@ -1,4 +1,4 @@
-"""The batches of a run: which sequences and which anchors, as a function of the batch's number."""
+"""The batches of a run: a batch's sequences and anchors are a function of its number."""
 
 import logging
 
@@ -23,9 +23,9 @@ def anchor_counts(sequences: Sequences) -> Ints:
 
 
 def trainable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
-    """The sequences that can be trained on, and their numbers among all.
+    """The sequences that can be trained on, and their positions in ``sequences``.
 
-    Those of more than ``max_length`` tokens and those without an anchor are left out, with a logged count.
+    Sequences of more than ``max_length`` tokens or without an anchor are left out, and their number is logged.
     Raises ``TrainingError`` if none is left.
     """
     if not len(sequences):
@@ -49,15 +49,15 @@ def trainable(sequences: Sequences, max_length: int) -> tuple[Sequences, Ints]:
 
 
 Blocks = tuple[mx.array, mx.array, mx.array]
-"""Tokens and loss mask ``[N, S]`` and anchors ``[N, A]``: a batch that no target has read yet."""
+"""Tokens and loss mask ``[N, S]`` and anchors ``[N, A]``: a batch without the target's features."""
 
 
 class Batches:
-    """``batches(number)`` gives tokens, loss mask and anchors; epoch after epoch.
+    """``batches(number)`` gives tokens, loss mask and anchors, epoch after epoch.
 
-    ``A`` is the least of ``settings.anchors``, what the batch's longest response offers, and an even share of
-    ``settings.max_blocks_per_batch``. ``len`` is the number of batches in ``epochs``, or in as many whole epochs as
-    hold ``at_least``.
+    ``A`` is the smallest of ``settings.anchors``, the most anchors that any sequence of the batch offers, and an even
+    part of ``settings.max_blocks_per_batch``. ``len`` is the number of batches in ``epochs``, or in the whole epochs
+    that hold ``at_least``.
     """
 
     def __init__(self, sequences: Sequences, settings: DataSettings, epochs: int, at_least: int | None = None):
@@ -82,9 +82,9 @@ class Batches:
         return mx.array(tokens), mx.array(loss_mask), mx.array(anchors)
 
     def members(self, number: int) -> Ints:
-        """The numbers in the dataset of this batch's sequences."""
+        """The positions of this batch's sequences in the dataset."""
         return self.numbers[self._plan[number]]
 
     def name(self, number: int) -> str:
-        """What a message calls this batch: its number and those of its sequences."""
+        """The batch in messages: its number and its sequences' positions."""
         return f"batch {number} (sequences {', '.join(map(str, self.members(number)))})"

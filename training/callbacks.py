@@ -1,4 +1,4 @@
-"""What listens to a run: every line of its log, as it is written."""
+"""Callbacks that receive every line of a run's log as it is written."""
 
 import logging
 import sys
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a callback may know of the run that it listens to: its folder and its recipe as plain data."""
+    """The run that a callback listens to: its folder, and its recipe as plain data."""
 
     folder: Path
     recipe: dict[str, Any]
 
 
 Callback = Callable[[RunInfo], OnLog]
-"""Called once when a run starts or continues; what it returns gets every line of the log."""
+"""Called once when a run starts or continues; returns a function that gets every line of the log."""
 
 CALLBACKS: Registry[Callback] = Registry("callback", "dflash.callbacks")
 
@@ -33,17 +33,16 @@ def register_callback(name: str) -> Callable[[Callback], Callback]:
 
     The function takes a :class:`RunInfo` and returns a function of one log line: a dict with ``step``, ``time``,
     ``seconds``, ``peak_memory_gb`` and, for a report, ``loss``, ``grad_norm``, ``learning_rate`` and
-    ``tokens_per_s``; for an evaluation, what it found. Should it raise, the run continues without it. Only the
-    first of several machines calls it. Other packages may announce theirs under the entry-point group
-    ``dflash.callbacks``.
+    ``tokens_per_s``; for an evaluation, its results. If it raises, the run continues without it. Only rank 0 calls it.
+    Other packages announce theirs under the entry-point group ``dflash.callbacks``.
     """
     return CALLBACKS.register(name)
 
 
 def listeners(names: Sequence[str], run: RunInfo, on_log: OnLog | None) -> list[OnLog]:
-    """The callbacks of a recipe, ready for their run, and ``on_log``; by default lines are printed.
+    """The callbacks of a recipe for this run, and ``on_log``.
 
-    Nothing is printed where the log already shows them. Raises ``DFlashError`` for an unknown name.
+    Without ``on_log`` lines are printed, unless logging shows them. Raises ``DFlashError`` for an unknown name.
     """
     made = [CALLBACKS.get(name)(run) for name in names]
     if on_log is not None:

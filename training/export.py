@@ -1,4 +1,4 @@
-"""From a run folder to a drafter in the published format, with a model card; and to the hub if asked."""
+"""Export a run as a drafter in the published format, with a model card, and upload it to the hub if asked."""
 
 import logging
 from pathlib import Path
@@ -24,7 +24,7 @@ EXPORTED = ("model.safetensors", "config.json", "README.md")
 """The files of a finished drafter."""
 
 VOCABULARY = "vocabulary.safetensors"
-"""In the folder of a run whose drafter knows a part of the vocabulary: the tables ``d2t`` and ``t2d``."""
+"""In the run folder of a drafter with a reduced vocabulary: the tables ``d2t`` and ``t2d``."""
 
 _FOLDERS = ("folder", "cached_features")
 
@@ -64,10 +64,10 @@ def export(
 ) -> None:
     """Write the drafter of the run folder ``run`` to ``folder``: weights in bfloat16, config, model card.
 
-    The best checkpoint by heldout acceptance, or the last. ``target_name`` is what the card calls the target, by
-    default the hub name that it was loaded by; ``name`` is the drafter's own hub name, if it will have one. Raises
-    ``CheckpointError`` if ``run`` is no run folder or has no such checkpoint, or ``folder``
-    holds something else than a drafter, and ``OSError`` if the disk does not take it.
+    ``best`` takes the checkpoint with the best held-out acceptance, otherwise the last. ``target_name`` is the target's
+    name on the card, by default the hub name that it was loaded by; ``name`` is the drafter's own hub name, if any.
+    Raises ``CheckpointError`` if ``run`` is not a run folder or lacks the checkpoint, or ``folder`` holds anything
+    but a drafter, and ``OSError`` if writing fails.
     """
     require_only_a_drafter(folder)
     recipe, values = recorded_recipe(run), read_json(run / "config.json")
@@ -87,7 +87,7 @@ def export(
 
 
 def write_vocabulary(run: Path, token_ids: mx.array, vocab_size: int) -> None:
-    """Record in the run folder ``run`` which of the target's tokens its drafter knows.
+    """Record in the run folder ``run`` which of the target's tokens the drafter knows.
 
     Raises ``TrainingError`` if other tokens are recorded there.
     """
@@ -107,7 +107,7 @@ def _read_vocabulary(run: Path, config: DFlashConfig) -> mx.array:
 
 
 def require_only_a_drafter(folder: Path) -> None:
-    """Raise ``CheckpointError`` if a drafter in ``folder`` would stand among other files."""
+    """Raise ``CheckpointError`` if ``folder`` holds files that are not a drafter's."""
     others = sorted(path.name for path in folder.glob("[!.]*") if path.name not in EXPORTED)
     if others:
         raise CheckpointError(
@@ -122,10 +122,10 @@ def card(
     target_name: str | None = None,
     name: str | None = None,
 ) -> str:
-    """The model card; ``results`` are those of the evaluation of the exported weights, if there was one.
+    """The model card; ``results`` are from the evaluation of the exported weights, if there was one.
 
-    The recipe that it shows has the drafter's own shape, also where the recipe left that open. Of folders on this
-    machine it shows only the names, and in the command ``TARGET`` and ``DRAFTER``. Names are as in :func:`export`.
+    The recipe on the card states the drafter's full shape, including what the recipe left to the target. Local folders
+    appear by name only, and as ``TARGET`` and ``DRAFTER`` in the command. Names are as in :func:`export`.
     """
     target = target_name or _shown(recipe["target"])
     on_hub, bundled = is_hub_name(target), target == BUNDLED
@@ -164,12 +164,12 @@ def _shown(name: str) -> str:
 def _measured(run: dict[str, Any], results: dict[str, Any] | None) -> str:
     if results is None:
         return "The exported weights were not evaluated; `dflash eval` measures them."
-    decoded = results.get("prompts", f"up to {run['evaluate_prompts']}")  # older runs do not say how many there were
+    decoded = results.get("prompts", f"up to {run['evaluate_prompts']}")  # not recorded by older runs
     rows = [f"| {i} | {rate:.3f} |" for i, rate in enumerate(results["acceptance_by_position"], 1)]
     return "\n".join(
         [
             f"Acceptance length {results['acceptance_length']:.2f} tokens per target pass: greedy decoding of "
-            f"{decoded} heldout prompt{'' if decoded == 1 else 's'}, up to {run['evaluate_tokens']} tokens each "
+            f"{decoded} held-out prompt{'' if decoded == 1 else 's'}, up to {run['evaluate_tokens']} tokens each "
             f"({results['blocks']} blocks), at step {results['step']}, before rounding to bfloat16.",
             "",
             "| drafted position | blocks accepted up to it |",

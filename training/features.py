@@ -1,12 +1,11 @@
-"""What the frozen target makes of a dataset, on disk: computed once, read in every epoch.
+"""A cache on disk of the frozen target's features for a dataset: computed once, read in every epoch.
 
     manifest.json         what is cached, written before the first file
-    000000.safetensors    for each shard of the dataset a file, whole or not there: `{number}.features [L, F]`
-                          of every sequence that can be trained on and, for KL, `{number}.hidden [L, E]`
+    000000.safetensors    one file per shard of the dataset, complete or absent: `{number}.features [L, F]` of every
+                          sequence that can be trained on and, for KL, `{number}.hidden [L, E]`
 
-It is faster than running the target where the disk reads a token's bytes sooner than the target makes them.
-Neither writing nor reading ever holds more than one batch. The features of a sequence are those of one layer after the
-other, each ``[L, E]``, so a cache serves every recipe whose layers are among the cached ones.
+Neither writing nor reading ever holds more than one batch. A sequence's features are concatenated by layer, each
+``[L, E]``, so a cache serves every recipe whose layers are among the cached ones.
 
 Shapes: N sequences, S longest of them, L length of one, F feature size, E hidden size.
 """
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 FORMAT, VERSION = "dflash-features", 1
 
 _DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-"""Names of the safetensors format."""
+"""By their names in the safetensors format."""
 
 
 def describe(
@@ -67,11 +66,11 @@ def describe(
 def write_features(
     folder: Path, data: DataSettings, sequences: Sequences, target: LoadedTargetModel, wanted: dict[str, Any]
 ) -> None:
-    """Compute what ``wanted`` (of :func:`describe`) says into ``folder``, or what a killed process left to do.
+    """Write the features that ``wanted`` (of :func:`describe`) describes to ``folder``, or the files that are missing.
 
-    A folder that was begun with more (other layers too, hidden states, longer sequences) keeps that, and is finished.
-    The size is logged before it starts. Raises ``DataError`` if ``folder`` holds other
-    features or the disk has not enough room, and ``OSError`` if it cannot be written to.
+    If the folder was started with more (further layers, hidden states, longer sequences), it is finished that way.
+    The size is logged first. Raises ``DataError`` if ``folder`` holds other features or the disk lacks room, and
+    ``OSError`` if it cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     manifest = _begun(folder, data, wanted)
@@ -101,14 +100,14 @@ def write_features(
 
 
 def tokens_left(folder: Path, data: DataSettings, sequences: Sequences, wanted: dict[str, Any]) -> int:
-    """Of how many tokens :func:`write_features` would compute the features. Raises as that does for ``folder``."""
+    """The number of tokens for which :func:`write_features` would compute features. Raises as that does."""
     manifest = _begun(folder, data, wanted)
     kept, numbers = trainable(sequences, manifest["max_length"])
     return int(sum(kept.lengths[rows].sum() for _, rows in _missing(folder, manifest, numbers)))
 
 
 def _begun(folder: Path, data: DataSettings, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The manifest by which ``folder`` is written: its own, or a new one of what is ``wanted``."""
+    """The manifest of ``folder``, or a new one for ``wanted``."""
     if (folder / MANIFEST).exists():
         return _read_manifest(folder, wanted)
     if any(folder.glob("*.safetensors")):
@@ -117,7 +116,7 @@ def _begun(folder: Path, data: DataSettings, wanted: dict[str, Any]) -> dict[str
 
 
 def _missing(folder: Path, manifest: dict[str, Any], numbers: Ints) -> list[tuple[Path, Ints]]:
-    """The files that are not there, and the rows of each; ``numbers [N]`` are those of all rows in the dataset."""
+    """The missing files with the rows of each; ``numbers [N]`` are the rows' positions in the dataset."""
     ends = np.searchsorted(numbers, np.cumsum([0, *manifest["shards"]]))
     files = ((_path(folder, i), rows) for i, rows in enumerate(map(np.arange, ends[:-1], ends[1:])))
     return [(path, rows) for path, rows in files if not path.exists()]
@@ -126,7 +125,7 @@ def _missing(folder: Path, manifest: dict[str, Any], numbers: Ints) -> list[tupl
 def _computed(
     target: LoadedTargetModel, sequences: Sequences, plan: Iterable[Ints], manifest: dict[str, Any]
 ) -> Iterator[mx.array]:
-    """What the target makes of each sequence of ``plan``, in order, each of its arrays ``[L, ..]``."""
+    """The target's arrays for each sequence of ``plan`` in order, each ``[L, ..]``."""
     starts = sequences.starts
     for rows in plan:
         tokens_NS = mx.array(pad_batch(sequences, rows, starts)[0])
@@ -144,7 +143,7 @@ def _computed(
 
 
 def _require_room(folder: Path, tokens: int, missing: int, arrays: dict[str, Any]) -> None:
-    """Log the size, and raise ``DataError`` unless what is missing has room."""
+    """Log the size, and raise ``DataError`` if the disk lacks room for the ``missing`` tokens."""
     each, free = _bytes_per_token(arrays), shutil.disk_usage(folder).free
     values = " and ".join(f"{array['width']} {array['dtype']} {name}" for name, array in arrays.items())
     logger.info(
@@ -163,7 +162,7 @@ def _bytes_per_token(arrays: dict[str, Any]) -> int:
 
 
 def _stream_safetensors(path: Path, header: dict[str, tuple[str, tuple[int, int]]], arrays: Iterable[mx.array]) -> None:
-    """Write ``arrays``, one after the other, of which ``header`` has names, dtypes and shapes; whole or not at all.
+    """Write ``arrays`` one at a time, atomically; ``header`` has their names, dtypes and shapes.
 
     https://github.com/huggingface/safetensors#format
     """
@@ -193,9 +192,9 @@ def require_features(folder: Path) -> None:
 
 
 class CachedFeatures:
-    """The finished cache in ``folder``; of its arrays and layers those that ``wanted`` (of :func:`describe`) has.
+    """The finished cache in ``folder``, limited to the arrays and layers of ``wanted`` (of :func:`describe`).
 
-    Raises ``DataError`` if it holds other features, is unfinished or is not there.
+    Raises ``DataError`` if it holds other features, is unfinished or does not exist.
     """
 
     def __init__(self, folder: Path, wanted: dict[str, Any]):
@@ -210,7 +209,7 @@ class CachedFeatures:
     def read(self, numbers: Ints) -> list[mx.array]:
         """Each array ``[N, S, ..]`` of the sequences ``numbers``, with zeros after the shorter ones.
 
-        Files are opened anew for every batch: their arrays are read when used, and would then be kept.
+        Files are opened again for every batch, because an open file keeps every array that was read from it.
         Raises ``DataError`` for a damaged file.
         """
         shards = np.searchsorted(self._ends, numbers, side="right").tolist()
@@ -233,13 +232,13 @@ class CachedFeatures:
         return batch
 
     def _select(self, features_LF: mx.array) -> mx.array:
-        """The columns of the wanted layers, in their order, of the features of all cached ones."""
+        """The columns of the wanted layers, in their order."""
         layers = dict(zip(self._cached, mx.split(features_LF, len(self._cached), axis=-1), strict=True))
         return mx.concatenate([layers[i] for i in self._wanted], axis=-1)
 
 
 def with_cached_features(batches: Batches, cached: CachedFeatures) -> Callable[[int], Batch]:
-    """``batches`` with the features of their sequences, and the target's final hidden states where wanted."""
+    """``batches`` with the cached features and, if wanted, final hidden states of their sequences."""
 
     def batch(number: int) -> Batch:
         features, *hidden = cached.read(batches.members(number))
@@ -254,10 +253,10 @@ def with_cached_features(batches: Batches, cached: CachedFeatures) -> Callable[[
 def with_target_pass(
     batches: Callable[[int], Blocks], target: LoadedTargetModel, layer_ids: Sequence[int], with_hidden: bool
 ) -> Callable[[int], Batch]:
-    """``batches`` with the features of one pass of the frozen target, and its final hidden states if asked.
+    """``batches`` with the features from a pass of the frozen target and, if asked for, its final hidden states.
 
-    They are computed before the gradient is taken, in the thread that asks: most of mlx-lm's models are not
-    made to run in several threads.
+    The pass runs in the calling thread, before the gradient is taken: few of mlx-lm's models can run in several
+    threads.
     """
 
     def batch(number: int) -> Batch:
@@ -278,10 +277,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _read_manifest(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a cache that holds what is ``wanted``.
-
-    Other layers, longer sequences and hidden states may be there too, and layers in another order.
-    """
+    """The manifest of a cache that holds what is ``wanted``, and perhaps more, with layers in any order."""
     try:
         there = read_json(folder / MANIFEST)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Records what a folder was started with, and refuses to continue it with anything else."""
+"""What a folder was started with: recorded, and required when the folder is continued."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -9,9 +9,9 @@ from dflash.core.files import read_json, remove_unfinished, write_json
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    """Name (of nested keys, ``run.folder``), old and new value of everything that differs between plain data.
+    """Dotted name, old and new value of everything that differs; a missing key counts as ``None``.
 
-    A key that one side lacks has ``None`` there.
+    Both are plain data.
     """
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [*now, *(key for key in before if key not in now)]
@@ -24,9 +24,9 @@ def differences(before: Any, now: Any, name: str = "") -> list[tuple[str, Any, A
 
 
 def require_same(folder: Path, before: Any, now: Any, may_change: Collection[str] = ()) -> None:
-    """Raise ``TrainingError`` naming the first thing that differs and may not.
+    """Raise ``TrainingError`` naming the first forbidden difference.
 
-    ``may_change`` names keys, with all that is nested in them.
+    ``may_change`` names keys that may differ, with everything nested in them.
     """
     for name, old, new in differences(before, now):
         if not any(name == free or name.startswith(f"{free}.") for free in may_change):
@@ -37,9 +37,8 @@ def require_same(folder: Path, before: Any, now: Any, may_change: Collection[str
 
 
 def check_same_run(path: Path, identity: dict[str, Any], may_change: Collection[str] = ()) -> None:
-    """Write ``identity`` to ``path``, or find that what is there differs in nothing but ``may_change``.
-
-    Raises ``TrainingError`` if the folder belongs to something else.
+    """Write ``identity`` to ``path``; raise ``TrainingError`` if another one is there that differs in more than
+    ``may_change``.
     """
     if path.exists():
         require_same(path.parent, read_json(path), identity, may_change)

@@ -1,12 +1,12 @@
-"""From nothing but a target to its drafter: requests, responses, a recipe, training, export, one after the other.
+"""From a target alone to its drafter: requests, responses, a recipe, training, export.
 
-    prompts.jsonl    requests that the target made up, unless there are prompts
+    prompts.jsonl    requests written by the target, unless prompts are given
     data/            the target's responses to them
-    recipe.yaml      what is trained; it may be edited before training
+    recipe.yaml      the recipe; it may be edited before training
     run/             the training
     drafter/         the finished drafter
 
-Every stage resumes, and one that is finished is passed over: a stopped run continues by the same call.
+Every stage can be resumed and finished stages are skipped, so the same call continues an interrupted run.
 """
 
 import logging
@@ -40,17 +40,17 @@ PROMPTS, DATA, RECIPE, RUN, DRAFTER = "prompts.jsonl", "data", "recipe.yaml", "r
 
 _COUNT, _TRIAL_TOKENS = 5000, 8
 _REQUEST_TOKENS = 64
-"""Written for each request that is kept: 62 by SmolLM2-135M, a third of them in requests that are dropped."""
+"""Tokens written for each request that is kept, those of dropped requests included: an estimate."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is made of ``target`` in ``folder``.
+    """All stages for ``target`` in ``folder``.
 
     Args:
-        count: How many requests the target makes up, 5000 unless given; or how many of ``prompts`` are used.
-        prompts: A file of requests, which are used in place of the target's own.
-        recipe_settings: Settings of the recipe in place of the proposed ones, such as ``"run.epochs=2"``.
+        count: How many requests the target writes (default 5000), or how many of ``prompts`` are used.
+        prompts: A file of requests to use instead of the target's own.
+        recipe_settings: Settings that override the proposed recipe, such as ``"run.epochs=2"``.
         trust_remote_code: As in :func:`~dflash.load_target`.
     """
 
@@ -68,10 +68,10 @@ class Pipeline:
             raise DataError(f"count must be at least 1, got {self.count}.")
 
     def run(self) -> Path:
-        """Carry out what is left; returns the folder of the finished drafter.
+        """Run the stages that are left; returns the folder of the finished drafter.
 
-        Raises ``DataError`` for a folder of something else or of another target, and what the
-        stages raise, ``DFlashError`` and ``OSError``.
+        Raises ``DataError`` if the folder holds anything else or belongs to another target, and whatever the stages
+        raise: ``DFlashError`` and ``OSError``.
         """
         self._require_own_folder()
         if (self.folder / DRAFTER / "model.safetensors").exists():
@@ -83,7 +83,7 @@ class Pipeline:
         checked = load_recipe(self.folder / RECIPE)
         if not (checked.run.folder / FINISHED / "model.safetensors").exists():
             announce("training", training_seconds(checked, target), at_most=True)
-            del target  # training loads it anew, as on any other day
+            del target  # training loads its own
             train(checked, trust_remote_code=self.trust_remote_code)
         announce("export", None)
         export(checked.run.folder, self.folder / DRAFTER, best=(checked.run.folder / BEST).exists())
@@ -125,13 +125,13 @@ class Pipeline:
 
 
 def announce(stage: str, seconds: float | None, at_most: bool = False) -> None:
-    """Log that a stage begins, and how long it will take if that was measured."""
+    """Log that a stage begins, with its expected time if there is an estimate."""
     expected = "" if seconds is None else f", {'at most ' if at_most else ''}about {duration(seconds)}"
     logger.info("Stage %s%s.", stage, expected)
 
 
 def tokens_per_second(target: LoadedTargetModel, batch: int) -> float:
-    """How fast a target writes ``batch`` texts at a time, by a short trial."""
+    """The target's speed in writing ``batch`` responses at a time, measured briefly."""
     prompts = [[token] for token in range(batch)]
     begin = time.perf_counter()
     for _ in generate_responses(model_to_write_with(target), prompts, (), [_TRIAL_TOKENS] * batch, batch):

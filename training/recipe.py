@@ -1,4 +1,4 @@
-"""What one training run is made of: a dataclass for each part, checked before any model loads."""
+"""The recipe of a training run: one dataclass per part, checked before any model loads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ from .loop.optimizer import AdamWSettings, MuonSettings
 from .loop.settings import LoopSettings
 
 MOST_POSITIONS = 512
-"""Greatest block size: published drafters have 16 positions, and a block is one batch row of the drafter."""
+"""The largest block size; published drafters have 16."""
 
 
 @dataclass(frozen=True)
 class DataSettings(Checked):
-    """Which dataset and how it is put into batches. A batch holds whole sequences.
+    """The dataset, and how it is batched. A batch holds whole sequences.
 
-    Each sequence gets up to ``anchors`` blocks, drawn anew in every epoch. ``max_blocks_per_batch`` bounds the
-    memory of a batch of many short sequences, but each has at least one block.
+    Each sequence gets up to ``anchors`` blocks, sampled again in every epoch. ``max_blocks_per_batch`` bounds the
+    memory of a batch of many short sequences, but each keeps at least one block.
     """
 
     folder: Path = setting(meaning="dataset: a folder made by dflash prepare")
@@ -32,7 +32,7 @@ class DataSettings(Checked):
     cached_features: Path | None = setting(
         None, "read the target's features from this folder, made by dflash cache-features"
     )
-    sequences: int | None = setting(None, "train on the first so many sequences only", above=0)
+    sequences: int | None = setting(None, "train on this many sequences only, the first ones", above=0)
     seed: int = setting(0, "seed of the order of sequences and of the anchors", at_least=0, below=2**63)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class DrafterShape(Checked):
         None, "a token's text or an id that no text uses; default: the tokenizer's own mask token"
     )
     vocabulary: int | None = setting(
-        None, "draft only so many tokens, the most frequent in the dataset's responses; default: all", above=0
+        None, "draft only this many tokens, the most frequent in the dataset's responses; default: all", above=0
     )
     intermediate_size: int | None = setting(None, "width of the MLP; default: the target's", above=0)
     num_attention_heads: int | None = setting(None, "query heads; default: the target's", above=0)
@@ -92,17 +92,17 @@ class DrafterShape(Checked):
 
 @dataclass(frozen=True)
 class RunSettings(LoopSettings):
-    """Where a run leaves its files, how long it is, how it computes and what it reports."""
+    """A run's folder, length, computation and reports."""
 
     folder: Path = setting(meaning="where the run leaves its files", kw_only=True)
     epochs: int = setting(6, "passes over the data, unless steps says the length", above=0)
     grad_checkpoint: bool = setting(
         False, "compute each drafter layer again in the backward pass: less memory, more time"
     )
-    evaluate_prompts: int = setting(64, "heldout prompts that an evaluation decodes", above=0)
+    evaluate_prompts: int = setting(64, "held-out prompts that an evaluation decodes", above=0)
     evaluate_tokens: int = setting(256, "most tokens of each answer in an evaluation", above=0)
     peer_timeout: float = setting(
-        30.0, "seconds to wait for another machine, beside twice the own time for the same work", above=0
+        30.0, "seconds to wait for another machine, in addition to twice this one's time for the same work", above=0
     )
     callbacks: tuple[str, ...] = setting((), "callbacks that get every line of the log (register_callback)")
 
@@ -137,7 +137,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         path = known[str(path)]
     values = load_values(Path(path))
     if isinstance(values, dict) and {"vary", "folder"} <= values.keys():
-        raise SettingsError(f"{path} is no recipe; this looks like a study: dflash ablate {path}")
+        raise SettingsError(f"{path} is not a recipe; this looks like a study: dflash ablate {path}")
     return load_settings(Recipe, Path(path), overrides)
 
 

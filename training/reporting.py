@@ -1,9 +1,9 @@
-"""A run's log in Weights & Biases, SwanLab or TensorBoard: callbacks of these names, where the package is installed.
+"""Callbacks that send a run's log to Weights & Biases, SwanLab or TensorBoard, if the package is installed.
 
     run: {callbacks: [wandb, tensorboard]}
 
-Weights & Biases and SwanLab are told through mlx-lm's own callbacks (:mod:`mlx_lm.tuner.callbacks`), by mlx-lm's names,
-so that runs of both stand side by side; their own environment variables say where and under which name.
+Weights & Biases and SwanLab are called through mlx-lm's own callbacks (:mod:`mlx_lm.tuner.callbacks`) with mlx-lm's
+metric names, so that runs of both can be compared; their environment variables set project and entity.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from .loop.run import OnLog
 
 PROJECT = "dflash"
 _NAMES = {"tokens_per_s": "tokens_per_second", "peak_memory_gb": "peak_memory", "heldout_loss": "val_loss"}
-"""What mlx-lm calls the same; a report's ``loss`` is its ``train_loss``."""
+"""mlx-lm's names for our metrics; a report's ``loss`` is its ``train_loss``."""
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a log line by mlx-lm's names; those of a list by their position, counted from 1."""
+    """The numbers of a log line by mlx-lm's names; list items are numbered from 1."""
     found: dict[str, float] = {}
     for name, value in line.items():
         values = {f"{name}/{i}": v for i, v in enumerate(value, 1)} if isinstance(value, list) else {name: value}
@@ -33,11 +33,11 @@ def numbers(line: dict[str, Any]) -> dict[str, float]:
 
 
 def tell(reporter: TrainingCallback) -> OnLog:
-    """A listener that hands each line to one of mlx-lm's callbacks, reports and evaluations by their own methods."""
+    """A listener that passes each line to the matching method of one of mlx-lm's callbacks."""
 
     def on_log(line: dict[str, Any]) -> None:
-        told = reporter.on_train_loss_report if "loss" in line else reporter.on_val_loss_report
-        told(numbers(line))
+        report = reporter.on_train_loss_report if "loss" in line else reporter.on_val_loss_report
+        report(numbers(line))
 
     return on_log
 

@@ -38,7 +38,7 @@ def test_a_card_names_what_has_a_name(undisturbed, tmp_path, monkeypatch):
     assert "target: org/one\n" in card
     results = {"acceptance_by_position": [], "acceptance_length": 1.0, "blocks": 1, "step": 1}
     recorded, config = export.recorded_recipe(undisturbed), load_drafter(undisturbed / "drafter").config
-    for found, words in (({}, "up to 2 heldout prompts"), ({"prompts": 1}, "of 1 heldout prompt,")):
+    for found, words in (({}, "up to 2 held-out prompts"), ({"prompts": 1}, "of 1 held-out prompt,")):
         assert words in export.card(recorded, config, results | found)  # older runs do not say how many were decoded
     assert "--target bundled --drafter" in export.card(recorded | {"target": "bundled"}, config, None)
 

@@ -42,7 +42,7 @@ def test_the_finished_drafter_loads_in_the_published_format_and_decodes_the_targ
     assert "learning_rate: 0.0006" in card
     assert "# A DFlash drafter for the target in `target`\n" in card
     assert "--target TARGET --drafter DRAFTER\n```\n\nTARGET is the target's folder, DRAFTER is this folder.\n" in card
-    assert "greedy decoding of 2 heldout prompts, up to 8 tokens each" in card
+    assert "greedy decoding of 2 held-out prompts, up to 8 tokens each" in card
     assert str(folder) not in card
 
 

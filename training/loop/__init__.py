@@ -1,1 +1,1 @@
-"""Stage 5: from a loss to weights, for any model, in a run that can be stopped at any moment."""
+"""Stage 5: from a loss to weights, for any model, in a run that can be interrupted at any moment."""

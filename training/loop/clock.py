@@ -1,4 +1,4 @@
-"""How fast a run is, how long it still takes, and the bar that says so."""
+"""A run's speed and remaining time, and its progress bar."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from .gradients import Batch
 
 
 class Clock:
-    """Speed between reports and the time left; ``seconds_before`` were spent before this process began."""
+    """Speed between reports and time left; ``seconds_before`` were spent by earlier processes."""
 
     def __init__(self, seconds_before: float, steps_left: int, evaluations_left: int):
         self.begun = time.perf_counter() - seconds_before
@@ -27,7 +27,7 @@ class Clock:
         mx.reset_peak_memory()
 
     def counted(self, arrays: Batch) -> Batch:
-        """``arrays``, whose first holds tokens, counted."""
+        """Count the tokens of ``arrays``, which are in the first one; returns ``arrays``."""
         self._tokens += arrays[0].size
         return arrays
 
@@ -39,7 +39,7 @@ class Clock:
         return speed
 
     def measure(self, try_out: Callable[[], float]) -> tuple[float, float]:
-        """Seconds of a step and its peak memory in GB, from a trial that is the returned part of one."""
+        """Seconds of a step and its peak memory in GB; ``try_out`` returns the fraction of a step that it did."""
         begin = time.perf_counter()
         part = try_out()
         self._step_seconds = (time.perf_counter() - begin) / part
@@ -47,7 +47,7 @@ class Clock:
         return self._step_seconds, mx.get_peak_memory() / 1e9
 
     def step_done(self) -> None:
-        """Count one step; what a step takes is a mean that forgets."""
+        """Count one step; its time enters a decayed mean."""
         now = time.perf_counter()
         seconds, self._last_step = now - self._last_step, now
         known = self._step_seconds
@@ -56,7 +56,7 @@ class Clock:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Time an evaluation apart from the steps."""
+        """Time an evaluation separately from the steps."""
         begin = time.perf_counter()
         yield
         self._evaluation_seconds = time.perf_counter() - begin
@@ -65,14 +65,14 @@ class Clock:
         self.evaluations_left -= 1
 
     def left(self) -> str:
-        """The time that steps and evaluations still take, as far as it is known."""
+        """The expected time of the remaining steps and evaluations."""
         if self._step_seconds is None:
             return "an unknown time"
         evaluations = max(0, self.evaluations_left) * (self._evaluation_seconds or 0.0)
         return duration(self.steps_left * self._step_seconds + evaluations)
 
     def stamps(self) -> dict[str, Any]:
-        """What every line of the log says of time and memory."""
+        """Time and memory, for every line of the log."""
         return {
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
             "seconds": time.perf_counter() - self.begun,
@@ -81,7 +81,7 @@ class Clock:
 
 
 def duration(seconds: float) -> str:
-    """``seconds`` as people say it: ``45 s``, ``12 min``, ``3 h 20 min``."""
+    """``seconds`` in readable units: ``45 s``, ``12 min``, ``3 h 20 min``."""
     minutes = round(seconds / 60)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -89,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 def step_bar(begun: int, steps: int, name: str, *, show: bool, note: Callable[[], str]) -> Iterator[int]:
-    """The numbers of the steps, with a bar on a terminal or in a notebook; elsewhere the log's lines are enough."""
+    """The step numbers, with a progress bar on a terminal or in a notebook."""
     if not show or not draws_bars():
         yield from range(begun, steps)
         return

@@ -1,4 +1,4 @@
-"""The training loop: batches in, weights out, and the same weights whether or not it was interrupted."""
+"""The training loop for any model. Interruptions do not change the weights it ends with."""
 
 import logging
 import math
@@ -22,7 +22,7 @@ from .settings import FitSettings
 
 logger = logging.getLogger(__name__)
 
-_ENOUGH = 16  # losses that make a median
+_ENOUGH = 16  # losses for a meaningful median
 
 Batches = Callable[[int], Batch]
 
@@ -42,22 +42,21 @@ def fit(
     may_change: Collection[str] = (),
     on_log: Sequence[OnLog] = (),
 ) -> None:
-    """Train ``model`` in place for ``settings.steps`` steps, or what is left of them.
+    """Train ``model`` in place for ``settings.steps`` steps, or the remaining ones.
 
-    ``batch(number)`` must be a function of the number alone; ``loss(model, batch)`` is a scalar. Progress
-    goes to ``folder``, as :mod:`~dflash.training.loop.run_folder` says; with ``score``, the name of a result of
-    ``evaluate``, the weights for which it was greatest are kept too. A run stopped at any moment continues
-    from its last checkpoint to the same weights; a longer run continues a shorter one from where its learning
-    rate had not begun to fall.
+    ``batch(number)`` must be a function of the number alone; ``loss(model, batch)`` is a scalar. Progress is saved in
+    ``folder`` (see :mod:`~dflash.training.loop.run_folder`). ``score`` names a result of ``evaluate``; the weights with
+    the highest score are kept as well. An interrupted run continues from its last checkpoint to the same weights. A
+    longer run continues a shorter one from the step at which the learning rate began to fall.
 
-    ``identity`` is plain data that says what is trained, on what, with which loss. It is written into the
-    folder, and a folder begun with another one is refused unless only keys in ``may_change`` differ.
-    ``on_log`` functions get every line of the log.
+    ``identity`` is plain data that describes the model, the data and the loss. It is recorded in the folder; a folder
+    with another identity is refused, unless they differ only in keys of ``may_change``. The functions in ``on_log`` get
+    every line of the log.
 
-    Ctrl-C finishes the step, or an evaluation and the step after it, saves and raises ``KeyboardInterrupt``.
-    Raises ``TrainingError`` for a loss, gradient or weight that is not finite and for a loss
-    that explodes, with ``name_batch`` of the batch (that step is not saved), and for the folder of another run;
-    ``CheckpointError`` for a checkpoint that cannot be continued from.
+    Ctrl-C finishes the step (or an evaluation and the step after it), saves, and raises ``KeyboardInterrupt``. Raises
+    ``TrainingError`` for the folder of another run, and, with ``name_batch`` of the batch and without saving the step,
+    for an exploding loss and for a loss, gradient or weight that is not finite; ``CheckpointError`` for an unusable
+    checkpoint.
     """
     ranks = ranks or Ranks()
     if ranks.is_main:
@@ -80,7 +79,7 @@ def fit(
 
 
 class _Step:
-    """One step: the mean gradient over all ranks, checked, and the update."""
+    """One step: the mean gradient over all ranks, its checks, and the update."""
 
     def __init__(self, run: Run, mean_gradient: MeanGradient, batch: Batches, name_batch: Callable[[int], str]):
         self.run, self.mean_gradient, self.batch, self.name_batch = run, mean_gradient, batch, name_batch
@@ -112,7 +111,7 @@ class _Step:
         return step + 1, stop
 
     def try_out(self) -> float:
-        """The first batches' gradients, for their time and memory alone; returns the part of a step that they are."""
+        """Compute the first gradients, only to time them; returns the fraction of a step that they are."""
         own = self.run.ranks.shard(self.run.numbers(self.run.begun))
         wave = own[: self.mean_gradient.threads]
         self.mean_gradient(self.run.model.trainable_parameters(), (self.batch(n) for n in wave))
@@ -122,9 +121,9 @@ class _Step:
 def _check_losses(
     values: list[float], recent: Sequence[float], max_loss_spike: float | None, names: list[str], step: int
 ) -> None:
-    """Raise :class:`TrainingError` naming the first batch whose loss is not finite, or far above the recent ones.
+    """Raise :class:`TrainingError` naming the first batch whose loss is not finite or far above the recent ones.
 
-    The limit is a multiple of their median; where it is not positive, as far above it as that many of their size are.
+    The limit is ``max_loss_spike`` times the recent median, or as far above a negative median.
     """
     known = list(recent)[-RECENT:] if len(recent) >= _ENOUGH else [math.inf]
     median, size = statistics.median(known), statistics.median(map(abs, known))

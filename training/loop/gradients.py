@@ -1,4 +1,4 @@
-"""Loss and gradients of several batches, side by side on a CPU and one wave after the other."""
+"""Loss and mean gradient of several batches, computed in parallel on a CPU."""
 
 import copy
 import threading
@@ -22,20 +22,20 @@ Batch = tuple[Any, ...]
 class MeanGradient:
     """Gradients averaged over the batches of a step, and the loss of each.
 
-    MLX runs one operation at a time on a CPU, and only its matrix products use more than one core; so each
-    of ``threads`` batches gets a thread, a copy of the model to trace and one core. More batches than
-    threads go in waves, so that memory holds the gradients of one wave and their sum. The result does not
-    depend on the threads: batches are added in order.
+    On a CPU, MLX runs one operation at a time and only matrix products use more than one core. So each of ``threads``
+    batches gets a thread, a copy of the model to trace, and one core. More batches than threads are computed in waves,
+    so that memory holds the gradients of one wave and their sum. Batches are added in order, so the result does not
+    depend on the number of threads.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, threads: int):
         self.loss = loss
         self.threads = threads = threads if on_cpu() else 1
-        # While a gradient is traced, the model's parameters are that trace's tracers: each thread needs a model.
+        # A trace replaces the model's parameters by its tracers, so each thread needs a model.
         self.models = [model] if threads == 1 else [_copied(model) for _ in range(threads)]
         self.pool = ThreadPoolExecutor(threads) if threads > 1 else None
         if self.pool is not None:
-            # The barrier holds every thread until all have started: otherwise one could start twice, another never.
+            # Without the barrier one thread could run two of these calls and another none.
             list(self.pool.map(_start_thread, [threading.Barrier(threads)] * threads))
 
     def __enter__(self) -> "MeanGradient":
@@ -46,7 +46,7 @@ class MeanGradient:
             self.pool.shutdown()
 
     def __call__(self, parameters: Any, batches: Iterator[Batch]) -> tuple[list[float], Any]:
-        """The loss of each batch and the mean gradients at ``parameters``; batches are made wave by wave."""
+        """The loss of each batch and the mean gradients at ``parameters``; batches are taken wave by wave."""
         losses: list[float] = []
         total: Any = None
         while wave := list(islice(batches, self.threads)):
@@ -60,8 +60,8 @@ class MeanGradient:
     def _results(self, parameters: Any, wave: list[Batch]) -> list[tuple[mx.array, Any]]:
         if self.pool is None:
             return [_value_and_gradient(self.loss, parameters, self.models[0], wave[0])]
-        mx.eval(parameters, wave)  # what is not computed yet belongs to this thread's stream
-        set_blas_threads(1)  # each thread has one core; more BLAS threads would only fight for them
+        mx.eval(parameters, wave)  # lazy arrays belong to this thread's stream
+        set_blas_threads(1)  # one core per thread
         try:
             return list(self.pool.map(partial(self._in_thread, parameters), self.models, wave))
         finally:
@@ -74,18 +74,18 @@ class MeanGradient:
 
 def _value_and_gradient(loss: Loss, parameters: Any, model: nn.Module, batch: Batch) -> tuple[mx.array, Any]:
     def loss_of(parameters: Any) -> mx.array:
-        model.update(parameters)  # the tracers, so that what the loss computes depends on them
+        model.update(parameters)  # so that the loss depends on the tracers
         return loss(model, batch)
 
     own = tree_map(lambda array: array, parameters)  # value_and_grad puts its tracers into this very tree
     result = mx.value_and_grad(loss_of)(own)
     mx.eval(result)  # in this thread, whose stream the graph belongs to
-    model.update(parameters)  # in place of tracers, or of the casts that a loss computed in
+    model.update(parameters)  # replaces tracers, or casts made by the loss
     return result
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy with parameters of its own that shares what the model only refers to (config, a bound target)."""
+    """A copy with its own parameters that shares everything else (config, the bound target)."""
     return copy.deepcopy(model, {id(value): value for value in vars(model).values()})
 
 
@@ -93,6 +93,6 @@ _thread = threading.local()
 
 
 def _start_thread(ready: threading.Barrier) -> None:
-    """Give the calling thread a stream, which belongs to the thread that made it."""
+    """Give the calling thread its own stream: a stream belongs to the thread that created it."""
     _thread.stream = mx.new_stream(mx.default_device())
     ready.wait()

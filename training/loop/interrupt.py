@@ -1,4 +1,4 @@
-"""Ctrl-C, or a request to terminate, at a moment of the program's own choosing."""
+"""Ctrl-C and SIGTERM, deferred to a moment that suits the program."""
 
 import logging
 import signal
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 class Interrupt:
     """While entered, SIGTERM and the first Ctrl-C only set ``asked``; a second Ctrl-C interrupts at once.
 
-    SIGTERM, however often, waits for the step: it is how ``mlx.launch`` and schedulers end their processes.
+    SIGTERM, however often, waits for the step: ``mlx.launch`` and schedulers end their processes with it.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""Two ways to turn gradients into new weights: AdamW as published for DFlash, and Muon beside AdamW.
+"""Two optimisers: AdamW as published for DFlash, and Muon with AdamW for the rest.
 
-Muon (Jordan et al. 2024) orthogonalises each momentum matrix by a few Newton-Schulz steps. The update then
-has the same size whatever the gradient's, so with small batches the learning rate alone sets how much noise
-stays in the weights: on batches of 4,000 tokens the target stopped improving at 0.02 and went on at 0.005.
+Muon (Jordan et al. 2024) orthogonalises each momentum matrix by a few Newton-Schulz steps. The size of the update then
+does not depend on the gradient's, so with small batches the learning rate alone sets how much noise the weights keep.
 """
 
 import math
@@ -18,7 +17,7 @@ from dflash.core.files import flat, nested
 from ...core.settings import Checked, setting
 
 Schedule = Callable[[mx.array], mx.array]
-"""From the number of steps done to the learning rate of the next one."""
+"""Maps the number of finished steps to the learning rate of the next one."""
 
 
 def rise(peak: float, warmup_steps: int) -> Schedule:
@@ -36,7 +35,7 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int) -> Schedule:
 def warmup_stable_decay(peak: float, warmup_steps: int, decay_steps: int, steps: int) -> Schedule:
     """The WSD schedule: linear warm-up, flat, and in the last ``decay_steps`` a line that would reach 0 at ``steps``.
 
-    Where the two slopes meet there is no flat part, and ``peak`` is never reached.
+    If the slopes overlap there is no flat part, and ``peak`` is never reached.
     """
     up, down = rise(peak, warmup_steps), optim.linear_schedule(0.0, peak, decay_steps + 1)
     return lambda step: mx.minimum(up(step), down(steps - step))
@@ -58,11 +57,11 @@ class AdamWSettings(Checked):
         return optim.AdamW(learning_rate=rate, weight_decay=self.weight_decay, bias_correction=True)
 
     def decay_begins(self, steps: int) -> int:
-        """Steps after which the schedule depends on ``steps``: from the first on."""
+        """The step from which the schedule depends on ``steps``: the first."""
         return 0
 
     def warning(self, steps: int) -> str | None:
-        """What is wrong with these settings in a run of ``steps``: nothing."""
+        """A likely mistake in these settings for a run of ``steps``: none."""
         return None
 
 
@@ -70,9 +69,8 @@ class AdamWSettings(Checked):
 class MuonSettings(Checked):
     """Muon for the matrices inside the network, AdamW for everything else, both with a WSD schedule.
 
-    After ``fast_steps`` (if any) both rates are multiplied by ``settled``: the peak learns the form of
-    the answers quickly, but its noise hides what takes finer steps. The flat middle lets a run be made longer
-    without repeating its beginning.
+    After ``fast_steps`` (if set) both rates are multiplied by ``settled``: the peak rate makes fast progress at first,
+    but its noise hides finer improvements. Thanks to the flat middle a run can be extended without repeating its start.
     """
 
     kind: Literal["muon"] = setting("muon", "Muon for inner matrices, AdamW for the rest; WSD schedule")
@@ -103,11 +101,11 @@ class MuonSettings(Checked):
         return lambda step: mx.where(step < fast, 1.0, settled) * wsd(step)
 
     def decay_begins(self, steps: int) -> int:
-        """Steps after which the schedule depends on ``steps``; before it a longer run makes the same steps."""
+        """The step from which the schedule depends on ``steps``; until then a longer run makes the same steps."""
         return max(0, steps - self.decay_steps)
 
     def warning(self, steps: int) -> str | None:
-        """What is wrong with these settings in a run of ``steps``, if anything."""
+        """A likely mistake in these settings for a run of ``steps``, if there is one."""
         if self.warmup_steps + self.decay_steps <= steps:
             return None
         return (
@@ -124,7 +122,7 @@ _TABLES = ("embed", "lm_head", "markov_w", "codebook", "confidence_head", "fusio
 
 
 def is_inner_matrix(name: str, value: mx.array) -> bool:
-    """Whether a parameter is a matrix inside the network (not a table of tokens, a head or a norm)."""
+    """Whether a parameter is a matrix inside the network, not a token table, a head or a norm."""
     return value.ndim == 2 and not any(part in name for part in _TABLES)
 
 

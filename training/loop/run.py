@@ -1,4 +1,4 @@
-"""What a run continues from and what it leaves behind: checkpoints, evaluations, the log, the time left."""
+"""The state of a run around its steps: checkpoints, evaluations, the log, the time left."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ OnLog = Callable[[dict[str, Any]], object]
 """Called with every line of ``log.jsonl`` when it is written."""
 
 RECENT = 64
-"""The losses whose median a new one is measured by."""
+"""How many losses the median is taken over."""
 
 ADVICE = (
     "The last checkpoint is from before this step. "
@@ -48,7 +48,7 @@ ADVICE = (
 
 
 class Run:
-    """What a run continues from and leaves in its folder: checkpoints, metrics, evaluations. Only rank 0 writes."""
+    """A run's checkpoints, metrics and evaluations. Only rank 0 writes them."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Run:
         self._on_log = list(on_log)
         self._best = Best(folder, score) if score is not None and ranks.is_main else None
         weights = flat(model.trainable_parameters()).values()
-        self._checkpoint_bytes = 4 * sum(w.nbytes for w in weights)  # they, two moments, and the best
+        self._checkpoint_bytes = 4 * sum(w.nbytes for w in weights)  # the weights, two moments, and the best weights
         ranks.allow(self._checkpoint_bytes)
         self.begun, losses = _all_start_alike(ranks, model, self.optimizer, begun)
         self.recent = deque(losses, maxlen=max(RECENT, settings.log_every))
@@ -83,12 +83,12 @@ class Run:
             logger.info("Continuing %s at step %d of %d.", folder, self.begun, settings.steps)
 
     def numbers(self, step: int) -> range:
-        """The numbers of a step's batches, those of all ranks."""
+        """The numbers of a step's batches, over all ranks."""
         size = self.settings.batches_per_step
         return range(step * size, (step + 1) * size)
 
     def due(self, done: int, every: int) -> bool:
-        """Whether something is due after ``done`` steps; at the end everything is."""
+        """Whether something done ``every`` so many steps is due after ``done``; at the end everything is."""
         return done % every == 0 or done == self.settings.steps
 
     def evaluates(self, done: int) -> bool:
@@ -98,7 +98,7 @@ class Run:
     def saves(self, done: int) -> bool:
         """Whether a checkpoint is due after ``done`` steps.
 
-        One comes before every evaluation: whatever happens in that, it is all that is lost.
+        There is one before every evaluation, so that a failing evaluation loses nothing else.
         """
         return self.due(done, self.settings.checkpoint_every) or self.evaluates(done) or self._decay_begins(done)
 
@@ -110,7 +110,7 @@ class Run:
         return 0 if self._evaluate is None else math.ceil(steps / every) - done // every
 
     def estimate(self, try_out: Callable[[], float]) -> None:
-        """Before the first step of a run: log how long its steps will take, and the memory of one."""
+        """Before a run's first step, log the expected time of all steps and the memory of one."""
         if self.begun or self.settings.steps == 1:
             return
         seconds, gigabytes = self.clock.measure(try_out)
@@ -122,7 +122,7 @@ class Run:
             )
 
     def note(self) -> str:
-        """What the progress bar says: the last loss, and the time left with its evaluations."""
+        """The progress bar's note: the last loss and the time left, evaluations included."""
         loss = f"loss {self.recent[-1]:.3f}, " if self.recent else ""
         return f"{loss}{self.clock.left()} left"
 
@@ -137,7 +137,7 @@ class Run:
         self._log(done, loss=sum(window) / len(window), grad_norm=norm, **rates, tokens_per_s=speed)
 
     def save(self, done: int) -> None:
-        """Write the checkpoint that a run continues from; where the learning rate begins to fall, a second one."""
+        """Write the checkpoint that a run continues from, and a second one where the learning rate begins to fall."""
         if self.ranks.is_main:
             progress = Progress(done, self.settings.steps, list(self.recent))
             names = (STATE, BEFORE_DECAY) if self._decay_begins(done) else (STATE,)
@@ -149,7 +149,7 @@ class Run:
         self.ranks.allow(self._checkpoint_bytes)
 
     def evaluate(self, done: int) -> None:
-        """Evaluate, keep the weights if they are the best so far, and log the results."""
+        """Evaluate, log the results, and keep the weights if they are the best so far."""
         assert self._evaluate is not None
         with self.clock.evaluating():
             results = self._evaluate()
@@ -160,7 +160,7 @@ class Run:
         self.ranks.allow(self._checkpoint_bytes)
 
     def make_up_for_an_evaluation(self) -> None:
-        """Evaluate where the run continues, if it was stopped in that evaluation."""
+        """Repeat an evaluation in which the run was interrupted."""
         if self.begun and self.evaluates(self.begun):
             lines = read_log(self.folder) if self.ranks.is_main else []
             there = any(line["step"] == self.begun and "tokens_per_s" not in line for line in lines)
@@ -168,18 +168,18 @@ class Run:
                 self.evaluate(self.begun)
 
     def _log(self, step: int, **values: Any) -> None:
-        """Write a line of the log and tell it to all who listen; who fails at that is not told again."""
+        """Write a line of the log and pass it to all listeners; one that raises is removed."""
         line = write_log(self.folder, step, **values, **self.clock.stamps())
         logger.info("%s", " ".join(f"{name} {value}" for name, value in line.items() if name != "time"))
         for listener in list(self._on_log):
             try:
                 listener(line)
-            except Exception:  # somebody else's code: the run is worth more than what it reports
+            except Exception:  # other people's code: the run matters more than its reports
                 logger.exception("A callback failed at step %d; the run continues without it.", step)
                 self._on_log.remove(listener)
 
     def _seconds_before(self) -> float:
-        """Seconds that the run took before this process continued it."""
+        """Seconds that earlier processes spent on this run."""
         lines = read_log(self.folder) if self.ranks.is_main and self.begun else []
         return max((float(line["seconds"]) for line in lines if isinstance(line.get("seconds"), float)), default=0.0)
 
@@ -187,7 +187,7 @@ class Run:
 def check_identity(
     folder: Path, identity: dict[str, Any] | None, may_change: Collection[str], settings: FitSettings
 ) -> None:
-    """Refuse the folder of another run, and one that cannot become so long; warn where nothing can tell which it is."""
+    """Refuse another run's folder and an impossible length; warn if nothing identifies the run in the folder."""
     if identity is not None:
         if (folder / RECIPE).exists():
             require_same(folder, read_json(folder / RECIPE), identity, may_change)
@@ -222,7 +222,7 @@ def checkpoint_to_continue(folder: Path, settings: FitSettings) -> Path:
 
 
 def _all_start_alike(ranks: Ranks, model: nn.Module, optimizer: Optimizer, begun: Progress) -> tuple[int, list[float]]:
-    """Rank 0's weights, optimiser state, steps done and recent losses; only it may have the run's folder."""
+    """Give every rank the state of rank 0, which alone may have the run's folder; returns its steps and losses."""
     if ranks.size == 1:
         return begun.step, begun.losses
     done, count = (int(n) for n in ranks.all_gather([begun.step, len(begun.losses)])[:: ranks.size])

@@ -1,14 +1,12 @@
-"""What a run leaves in its folder: where to continue, its best weights, its log.
-
-Each file is either complete or absent.
+"""The files in a run's folder: checkpoints, best weights, log. Each is complete or absent.
 
 ``state.safetensors``         the last checkpoint: weights, optimiser state and, in its metadata, the steps done,
                               the length of the run and the recent losses
-``before-decay.safetensors``  the same where the learning rate began to fall, if the schedule has such a place:
-                              a longer run starts there
+``before-decay.safetensors``  the checkpoint where the learning rate began to fall, if the schedule has a decay
+                              phase: a longer run continues from it
 ``best.safetensors``          the weights of the best evaluation, with its results
-``log.jsonl``                 a line for each report. When a run continues, lines about steps after its
-                              checkpoint are dropped, because those steps are made again
+``log.jsonl``                 a line for each report. When a run continues, the lines after its checkpoint are
+                              dropped, because those steps are repeated
 ``recipe.json``               what the run was started with (:mod:`dflash.training.identity`)
 """
 
@@ -35,7 +33,7 @@ LOG, RECIPE = "log.jsonl", "recipe.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: ``step`` steps done of ``steps`` (0 where an older file does not say), and recent losses."""
+    """A run's progress: ``step`` of ``steps`` steps (0 in older files), and the recent losses."""
 
     step: int = 0
     steps: int = 0
@@ -50,18 +48,18 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, progress
     arrays = {f"model.{name}": value for name, value in flat(model.trainable_parameters()).items()}
     arrays |= {f"optimizer.{name}": value for name, value in optimizer.state.items()}
     _require_finite(arrays, path)
-    in_order = dict(sorted(arrays.items()))  # the file's layout follows it, and a restored optimiser has another
+    in_order = dict(sorted(arrays.items()))  # so that equal states make equal files
     metadata = {"step": progress.step, "steps": progress.steps, "losses": json.dumps(progress.losses)}
     write_arrays(path, in_order, {name: str(value) for name, value in metadata.items()})
 
 
 def read_progress(path: Path) -> Progress:
-    """How far the run was whose checkpoint is at ``path``; no steps done without the file."""
+    """The progress of the checkpoint at ``path``; none without the file."""
     return _progress(path, _read(path)[1]) if path.exists() else Progress()
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
-    """Restore what :func:`save_checkpoint` wrote; without the file nothing changes and no steps are done.
+    """Restore what :func:`save_checkpoint` wrote; without the file nothing changes.
 
     Raises ``CheckpointError`` for a damaged file, or one of another model or optimiser.
     """
@@ -82,14 +80,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> Progr
 
 
 class Best:
-    """The weights of the best evaluation so far, by the greatest ``score``."""
+    """The weights of the best evaluation so far, by the highest ``score``."""
 
     def __init__(self, folder: Path, score: str):
         self.path, self.score = folder / BEST, score
         self.value: float | None = read_results(self.path).get(score) if self.path.exists() else None
 
     def offer(self, step: int, model: nn.Module, results: dict[str, Any]) -> None:
-        """Keep the weights if ``results`` have a score, and it beats the best before them."""
+        """Keep the weights if ``results`` have a score that beats the best so far."""
         value = results[self.score]
         if value is not None and (self.value is None or value > self.value):
             metadata = {"results": json.dumps({"step": step} | results)}
@@ -98,7 +96,7 @@ class Best:
 
 
 def drop_best_after(folder: Path, step: int) -> None:
-    """Remove the best weights if they are from after ``step``: those steps are made again, in another way."""
+    """Remove the best weights if they are from after ``step``: those steps will be repeated differently."""
     if (folder / BEST).exists() and read_results(folder / BEST).get("step", 0) > step:
         (folder / BEST).unlink()
 
@@ -112,7 +110,7 @@ def read_weights(folder: Path, best: bool) -> dict[str, mx.array]:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What the evaluation found that made a best checkpoint. Raises :class:`CheckpointError` if it does not say."""
+    """The evaluation results stored with a best checkpoint. Raises :class:`CheckpointError` without them."""
     try:
         results: dict[str, Any] = json.loads(_read(path)[1]["results"])
     except (KeyError, json.JSONDecodeError) as error:
@@ -126,7 +124,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def write_log(folder: Path, step: int, **values: Any) -> dict[str, Any]:
-    """Append one line to ``log.jsonl``, its numbers with five digits; returns what was written."""
+    """Append one line to ``log.jsonl``, its numbers rounded to five digits; returns the line."""
     rounded = {"step": step} | {name: _rounded(value) for name, value in values.items()}
     with (folder / LOG).open("a", encoding="utf-8") as file:
         file.write(json.dumps(rounded) + "\n")
@@ -134,7 +132,7 @@ def write_log(folder: Path, step: int, **values: Any) -> dict[str, Any]:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``log.jsonl``. What is no line of a run's (a note, a line that a kill cut short) is left out."""
+    """The lines of ``log.jsonl``, without foreign ones (a user's notes, a line that a kill cut short)."""
     path = folder / LOG
     lines = path.read_bytes().splitlines() if path.exists() else []
     parsed = [_parsed(line) for line in lines]
@@ -144,9 +142,9 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def truncate_log(folder: Path, step: int) -> None:
-    """Drop what ``log.jsonl`` says about steps after ``step``, and a line that a kill cut short.
+    """Drop the lines of ``log.jsonl`` for steps after ``step``, and a line that a kill cut short.
 
-    Whole lines that no run wrote stay where they are.
+    Complete foreign lines stay where they are.
     """
     path = folder / LOG
     if not path.exists():
@@ -157,7 +155,7 @@ def truncate_log(folder: Path, step: int) -> None:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A line of the log, or ``None`` if no run wrote it."""
+    """A line of the log, or ``None`` for a foreign one."""
     try:
         value = json.loads(line)
     except ValueError:  # no JSON, or no UTF-8

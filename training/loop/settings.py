@@ -1,4 +1,4 @@
-"""How long the loop runs and how often it reports: the one home of settings that every run has."""
+"""The settings that every run of the loop has: its length, and how often it reports, saves and evaluates."""
 
 from dataclasses import dataclass, field
 
@@ -8,14 +8,14 @@ from .optimizer import AdamWSettings, MuonSettings
 
 @dataclass(frozen=True)
 class LoopSettings(Checked):
-    """All counts are in steps, so that a run does not depend on how fast the machine is.
+    """All counts are in steps, so a run does not depend on the machine's speed.
 
-    A step takes the mean gradient of ``batches_per_step`` batches, those of all machines together.
+    A step takes the mean gradient of ``batches_per_step`` batches over all machines.
     """
 
     steps: int | None = setting(None, "length of the run; wins over epochs", above=0)
     batches_per_step: int = setting(1, "batches whose mean gradient makes a step, all machines together", above=0)
-    threads: int = setting(1, "batches of a step computed side by side on a CPU; the others follow", above=0)
+    threads: int = setting(1, "batches of a step computed in parallel on a CPU; the others follow", above=0)
     log_every: int = setting(10, "steps between two lines of log.jsonl", above=0)
     checkpoint_every: int = setting(200, "steps between two checkpoints", above=0)
     evaluate_every: int = setting(1000, "steps between two evaluations", above=0)

@@ -93,7 +93,8 @@ def test_an_installed_package_adds_a_family(tmp_path):
 def broken_package(monkeypatch):
     """A registry that still has to load its entry points, one of which cannot be imported."""
     adapters: Registry = Registry("adapter", "dflash.adapters")
-    adapters._known.update(registered_adapters())
+    for name, adapter in registered_adapters().items():
+        adapters.register(name)(adapter)
     broken = EntryPoint("odd_family", "no_such_module:Adapter", adapters.group)
     monkeypatch.setattr("dflash.core.registry.entry_points", lambda group: [broken])
     monkeypatch.setattr(registry, "ADAPTERS", adapters)

@@ -68,6 +68,11 @@ class DFlashDraftModel(Trainable, nn.Module):
         """Target layers whose outputs are the features, 0-based."""
         return self.config.target_layer_ids
 
+    @property
+    def target(self) -> "LoadedTargetModel":
+        """The target whose embedding and head the drafter shares, once bound."""
+        return self._target
+
     def bind(self, target: "LoadedTargetModel") -> None:
         """Share the embedding and head of ``target``; warn if the drafter was trained for another target.
 

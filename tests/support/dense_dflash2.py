@@ -1,7 +1,7 @@
 """The loss of a DFlash 2 drafter and its gradients, dense and in float64, from the formulas alone.
 
-The layers are those of :mod:`.dense_loss`, with the convolutions between them spelled out row by row; candidates and
-their scores are found one prediction at a time.
+The layers are those of :mod:`.dense_loss`, with the convolutions between them row by row; candidates and their scores
+are found one prediction at a time.
 """
 
 import math
@@ -17,7 +17,7 @@ from .dense_loss import Document, dense_hidden, log_softmax, logits_of
 
 
 def convolution(config):
-    """What stands before and after each sublayer, as :func:`~support.dense_loss.dense_hidden` calls it."""
+    """The mixing of rows before and after each sublayer, as :func:`~support.dense_loss.dense_hidden` calls it."""
     size, group, taps = config.block_size, config.conv_group_size, config.conv_kernel_size
 
     def mixed(p, part, side, u_LE, x_LE):
@@ -35,8 +35,8 @@ def convolution(config):
 
 
 def predictions(model: DFlash2DraftModel, weights, documents: list[Document]):
-    """Of each prediction that counts: position, true token, unary logits ``[V]``, candidates and their scores."""
-    config, borrowed = model.config, model._target
+    """For each prediction that counts: position, true token, unary logits ``[V]``, candidates and their scores."""
+    config, borrowed = model.config, model.target
     table, matrix = borrowed.table.astype(mx.float64), borrowed.matrix.astype(mx.float64)
     a, b, p = (
         weights[f"candidate_selector.{name}"]

@@ -1,7 +1,7 @@
 """The loss of a DSpark drafter and its gradients, dense and in float64, from the formulas alone.
 
-The layers are those of :mod:`.dense_loss`; both heads are spelled out one prediction at a time, in a block from left to
-right with the true token before each.
+The layers are those of :mod:`.dense_loss`; both heads are computed one prediction at a time, from left to right in a
+block, with the true token before each.
 """
 
 import math
@@ -20,7 +20,7 @@ def sigmoid(x):
 
 
 def markov_step(w, kind: str, h, e, s):
-    """What the second table reads, and the next state."""
+    """The latent vector that the second table reads, and the next state."""
     if kind == "vanilla":
         return e, s
     if kind == "gated":
@@ -32,8 +32,8 @@ def markov_step(w, kind: str, h, e, s):
 
 
 def predictions(model: DSparkDraftModel, w, documents: list[Document]):
-    """Of each prediction that counts: position, true token, logits ``[V]``, confidence and the target's logits."""
-    config, borrowed = model.config, model._target
+    """For each prediction that counts: position, true token, logits ``[V]``, confidence and the target's logits."""
+    config, borrowed = model.config, model.target
     table, matrix = borrowed.table.astype(mx.float64), borrowed.matrix.astype(mx.float64)
     for d in documents:
         hidden = dense_hidden(w, config, table, d)

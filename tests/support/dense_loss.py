@@ -98,7 +98,7 @@ def drafter(seed: int = 0, **changes) -> DFlashDraftModel:
 
 
 def loss_and_gradients(model: DFlashDraftModel, documents: list[Document], objective: ObjectiveSettings):
-    loss = partial(drafter_loss, objective=objective, head=model._target.head)
+    loss = partial(drafter_loss, objective=objective, head=model.target.head)
     value, gradients = nn.value_and_grad(model, loss)(model, pad_documents(documents))
     return value.item(), dict(tree_flatten(gradients))
 
@@ -199,7 +199,7 @@ def dense_loss_and_gradients(
     model: DFlashDraftModel, documents: list[Document], objective: ObjectiveSettings, context_of=one_context
 ):
     kl = {"cross_entropy": 0.0, "kl": 1.0, "mix": objective.kl_weight}[objective.kind]
-    config, borrowed = model.config, model._target
+    config, borrowed = model.config, model.target
     with mx.stream(mx.cpu):  # no other device has float64
         table, matrix = borrowed.table.astype(mx.float64), borrowed.matrix.astype(mx.float64)
         weights = {k: v.astype(mx.float64) for k, v in tree_flatten(model.trainable_parameters())}

@@ -1,6 +1,6 @@
-"""Small targets, drafters and tokenizers for the tests; each says what it makes true.
+"""Small targets, drafters and tokenizers for the tests.
 
-Random weights are drawn wide, so that the best token leads clearly and float rounding cannot change it.
+Random weights have a wide distribution, so that the best token leads clearly and rounding cannot change it.
 """
 
 import json
@@ -28,7 +28,7 @@ HIDDEN = 32
 
 
 def randomize(model: nn.Module, seed: int, scale: float = 1.0) -> nn.Module:
-    """Matrices that keep the size of what passes through (times ``scale``); norm weights about 1."""
+    """Random matrices that keep the scale of activations (times ``scale``); norm weights about 1."""
     weights = []
     for i, (name, w) in enumerate(tree_flatten(model.parameters())):
         noise = mx.random.normal(w.shape, key=mx.random.key(1000 * seed + i))
@@ -131,7 +131,7 @@ def bound_drafter(kind: str, seed: int, vocab: int = 32) -> DFlashDraftModel:
 
 @dataclass
 class ScriptedCache:
-    """Keeps what it was told, so that tests can ask whether it was told the committed tokens only."""
+    """Keeps what it is given, so that tests can check that these are the committed tokens only."""
 
     tokens: list[int] = field(default_factory=list)
     features: list[mx.array] = field(default_factory=list)
@@ -142,10 +142,9 @@ class ScriptedCache:
 
 
 class ScriptedDrafter:
-    """Knows the target's plain greedy tokens and drafts each of them rightly with probability ``p``.
+    """Drafts the target's plain greedy tokens, each correct with probability ``p``.
 
-    1.0 makes a drafter that is always right, 0.0 one that is always wrong. After the end of ``text``
-    (prompt and continuation) it drafts token 0.
+    After the end of ``text`` (prompt and continuation) it drafts token 0.
     """
 
     def __init__(
@@ -221,7 +220,7 @@ class _ScriptBackbone(nn.Module):
 
 
 class ScriptModel(nn.Module):
-    """Token ``i`` of a sequence is ``script[i]``, whatever stands before it; ``script`` holds the prompt too."""
+    """Token ``i`` of a sequence is ``script[i]``, whatever precedes it; ``script`` includes the prompt."""
 
     model_type = "qwen3"
 
@@ -246,7 +245,7 @@ TEXT_VOCAB = 264  # bytes, three merges, three special tokens, two unused rows a
 
 @lru_cache(maxsize=1)
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, but for three merges, one of which is the first half of every emoji."""
+    """One token per byte, except for three merges, one of which is the first half of every emoji."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("ð", "Ł"), ("a", "b"), ("Ġ", "t")]  # bytes F0 9F; "ab"; " t"
     names = [*alphabet, *(a + b for a, b in merges)]

@@ -36,8 +36,8 @@ def drafted(loaded: LoadedTargetModel, text: list[int], p: float = 0.8, **option
     return ids.tolist()[0][len(PROMPT) :]
 
 
-class Dozing(Policy):
-    """Sleeps for three tokens after every block, and verifies another number of drafts each time."""
+class Pausing(Policy):
+    """Three plain steps after every block, and another number of verified drafts each time."""
 
     def __init__(self):
         self.blocks, self.asleep = 0, 0
@@ -60,7 +60,7 @@ def draws(request, monkeypatch) -> None:
     monkeypatch.setattr(verify, "COSTLY_VOCABULARY", request.param)
 
 
-POLICIES = {"full": "full", "none": 0, "three": 3, "adaptive": "adaptive", "dozing": Dozing()}
+POLICIES = {"full": "full", "none": 0, "three": 3, "adaptive": "adaptive", "pausing": Pausing()}
 
 
 @pytest.mark.usefixtures("draws")
@@ -94,7 +94,7 @@ def test_a_seed_gives_mlx_lms_text_with_every_kind_of_cache(name):
         cache = [layer.to_quantized(group_size=32, bits=8) for layer in cache]
     text = plain(loaded, cache=cache)
     assert drafted(loaded, text, **limits) == text
-    assert drafted(loaded, text, policy=Dozing(), **limits) == text
+    assert drafted(loaded, text, policy=Pausing(), **limits) == text
 
 
 FILTERS = [{"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4}, {"top_p": 0.9, "min_p": 0.02, "top_k": 6}]
@@ -120,7 +120,7 @@ def test_a_seed_gives_mlx_lms_text_with_every_filter_processor_and_sampler(name)
     theirs, ours = OPTIONS[name]
     text = plain(loaded, **theirs)
     assert text != plain(loaded)
-    for policy in (3, Dozing()):
+    for policy in (3, Pausing()):
         assert drafted(loaded, text, policy=policy, **ours) == text
 
 
@@ -134,7 +134,7 @@ def test_a_text_that_ends_within_a_block_leaves_the_random_state_of_its_last_tok
     for _ in range(length):
         mx.random.uniform()
     expected = mx.random.state[0].tolist()
-    for policy in ("full", 0, Dozing()):
+    for policy in ("full", 0, Pausing()):
         got = drafted(loaded, text, 1.0, stop_token_ids=[stop], policy=policy)
         assert got == text[:length]
         assert mx.random.state[0].tolist() == expected

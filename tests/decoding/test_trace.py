@@ -19,23 +19,23 @@ from dflash.decoding.trace import read_records, shown_pieces
 PROMPT = [65, 66, 67]
 
 
-class Naps(Policy):
+class Pausing(Policy):
     """Two blocks of three drafts, then three plain steps, and so on; says why."""
 
     def __init__(self):
-        self.blocks = self.nap = 0
+        self.blocks = self.left = 0
 
     def sleep(self):
-        return self.nap
+        return self.left
 
     def verify_length(self, drafts):
         return min(3, drafts.count)
 
     def observe(self, block):
-        self.nap -= block.asleep
+        self.left -= block.asleep
         self.blocks += not block.asleep
         if not block.asleep and self.blocks % 2 == 0:
-            self.nap = 3
+            self.left = 3
 
     def why(self):
         return {"blocks": float(self.blocks)}
@@ -67,10 +67,10 @@ def test_the_text_is_the_same_under_a_trace_and_a_profile(options):
 
 
 def test_blocks_tell_what_was_drafted_committed_and_why():
-    request, blocks, responses = traced(random_decoder(), max_tokens=30, policy=Naps())
+    request, blocks, responses = traced(random_decoder(), max_tokens=30, policy=Pausing())
     assert request["prompt_tokens"] == PROMPT
     assert request["prompt"] == "".join(byte_tokenizer().decode([t]) for t in PROMPT)
-    assert request["options"] == {"max_tokens": 30, "policy": "Naps"}
+    assert request["options"] == {"max_tokens": 30, "policy": "Pausing"}
     position = len(PROMPT)
     for number, (block, response) in enumerate(zip(blocks, responses, strict=True)):
         assert (block["number"], block["position"]) == (number, position)
@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_seconds_by_part_add_up_to_the_time_of_the_request():
-    _, blocks, responses = traced(random_decoder(), max_tokens=30, policy=Naps(), profile=True)
+    _, blocks, responses = traced(random_decoder(), max_tokens=30, policy=Pausing(), profile=True)
     assert set(blocks[0]["seconds"]) == {"prefill", "host"}
     assert set(blocks[1]["seconds"]) == {"draft", "verify", "rewind", "host"}
     assert set(blocks[3]["seconds"]) == {"plain", "host"}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.worlds import PLAIN, Clock, World, decode, staircase, tiles
 
 from dflash.policies.adaptive import Adaptive
+from dflash.policies.base import BlockRecord, Drafts
 
 # SmolLM2 with its drafter on two cores; a drafter that is nearly always right, on a small target.
 PUBLIC = World(0.055, staircase(0.055, 0.057, 0.080, 0.091, 0.088, 0.084), (0.5, 0.45, 0.4), draft=0.008, most=3)
@@ -175,3 +176,16 @@ def test_a_drafter_that_finds_something_ends_a_pause():
     fresh = Adaptive()
     fresh.wake()
     assert fresh.sleep() > 0, "plain steps are timed first"
+
+
+def test_after_a_pause_no_longer_block_is_tried_before_a_draft_is_right():
+    """Where a pass of two drafts costs much more than one of one, an attempt must not find that out again."""
+    policy, lengths = Adaptive(), []
+    for _ in range(200):
+        if policy.sleep():
+            policy.observe(BlockRecord(0, 0, 0, 0, None, 0.07, asleep=True))
+        else:
+            lengths.append(policy.verify_length(Drafts(min(policy.draft_length(15), 15), None)))
+            policy.observe(BlockRecord(lengths[-1], lengths[-1], 0, 0, None, 0.12, outcomes={0: False}))
+    assert len(lengths) > 5
+    assert set(lengths) == {1}

@@ -6,12 +6,12 @@ import pytest
 from support.errors import refused
 from support.models import bound_drafter, plain_greedy, target
 
-from dflash import DFlashSpeculativeDecoder, Policy, Proposal, register_policy
+from dflash import DFlashSpeculativeDecoder, Policy, Proposal
 from dflash.core.errors import DFlashError, GenerationError
 from dflash.decoding.block import Decoding
 from dflash.decoding.loop import decode, prefill
 from dflash.policies.adaptive import Adaptive
-from dflash.policies.base import Fixed
+from dflash.policies.base import POLICIES, Fixed
 
 
 def test_confidence_is_the_probability_of_each_draft():
@@ -28,7 +28,7 @@ def test_confidence_is_the_probability_of_each_draft():
     assert Proposal(tokens).acceptance_chances() is None
 
 
-class Dozing(Policy):
+class Pausing(Policy):
     """Three plain tokens, then a block of which two drafts are verified, and so on."""
 
     reads_confidence = True
@@ -49,7 +49,7 @@ class Dozing(Policy):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
-@pytest.mark.parametrize("policy", [lambda: Fixed(0), lambda: Fixed(3), Adaptive, Dozing])
+@pytest.mark.parametrize("policy", [lambda: Fixed(0), lambda: Fixed(3), Adaptive, Pausing])
 def test_no_policy_changes_the_text(kind, policy):
     expected, lead = plain_greedy(target(kind, 1).model, [3, 1, 4, 1, 5], 40)
     assert lead > 1e-4
@@ -58,17 +58,17 @@ def test_no_policy_changes_the_text(kind, policy):
     assert tokens[0, 5:].tolist() == expected
 
 
-def test_logits_processors_see_every_token_before_theirs_in_naps_too():
+def test_logits_processors_see_every_token_before_theirs_in_pauses_too():
     decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2))
     options = {"repetition_penalty": 1.5, "stop_token_ids": []}
     full = decoder.spec_generate([3, 1, 4, 1, 5], 40, **options)
     assert full.tolist() != decoder.spec_generate([3, 1, 4, 1, 5], 40, stop_token_ids=[]).tolist()
-    assert decoder.spec_generate([3, 1, 4, 1, 5], 40, policy=Dozing(), **options).tolist() == full.tolist()
+    assert decoder.spec_generate([3, 1, 4, 1, 5], 40, policy=Pausing(), **options).tolist() == full.tolist()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "sliding"])
-def test_after_a_nap_both_caches_hold_what_was_committed(kind):
-    models, policy = (target(kind, 1), bound_drafter(kind, 2)), Dozing()
+def test_after_a_pause_both_caches_hold_what_was_committed(kind):
+    models, policy = (target(kind, 1), bound_drafter(kind, 2)), Pausing()
     run = Decoding(*models, policy=policy)
     state = prefill(run, [3, 1, 4, 1, 5])
     for block in decode(run, state, 24, 16):
@@ -85,7 +85,7 @@ def test_after_a_nap_both_caches_hold_what_was_committed(kind):
 
 
 def test_the_steps_of_a_pause_take_all_of_its_time(monkeypatch):
-    model, policy, clock = target("qwen3", 1), Dozing(), [0.0]
+    model, policy, clock = target("qwen3", 1), Pausing(), [0.0]
     forward = model.forward_with_hidden_states
 
     def slowly(*inputs):
@@ -101,7 +101,7 @@ def test_the_steps_of_a_pause_take_all_of_its_time(monkeypatch):
 
 
 def test_a_policy_can_end_its_own_pause_after_any_step():
-    class Impatient(Dozing):
+    class Impatient(Pausing):
         def sleep(self):
             return 0 if len(self.blocks) == 4 else 20
 
@@ -138,15 +138,9 @@ def test_a_policy_is_chosen_by_name_or_number_and_unknown_ones_are_named():
     with pytest.raises(DFlashError, match="Unknown policy 'adaptif'; did you mean 'adaptive'"):
         decoder.spec_generate([3, 1, 4], 8, policy="adaptif")
 
-    @register_policy("one-at-a-time")
-    class OneAtATime(Policy):
-        def verify_length(self, drafts):
-            return min(1, drafts.count)
-
-    lengths = [len(r) for r in blocks_of(decoder, policy="one-at-a-time")]
-    assert max(lengths) <= 2
-    register_policy("no policy")(dict)
-    with pytest.raises(DFlashError, match="is a dict; it must be a subclass"):
+    with POLICIES.temporary("one-at-a-time", lambda: Fixed(1)):
+        assert max(len(r) for r in blocks_of(decoder, policy="one-at-a-time")) <= 2
+    with POLICIES.temporary("no policy", dict), pytest.raises(DFlashError, match="is a dict; it must be a subclass"):
         decoder.spec_generate([3, 1, 4], 8, policy="no policy")
     with pytest.raises(DFlashError, match="a registered name or a dflash"):
         decoder.spec_generate([3, 1, 4], 8, policy=lambda drafts: 3)
@@ -184,7 +178,7 @@ def test_any_whole_number_is_one_and_one_beyond_the_most_means_all(number):
 
 
 def test_of_drafts_that_were_drawn_a_policy_is_told_what_they_were_drawn_from():
-    policy, told = Dozing(), []
+    policy, told = Pausing(), []
     policy.verify_length = lambda drafts: told.append(drafts.confidence) or drafts.count
     decoder = DFlashSpeculativeDecoder(target("qwen3", 1), bound_drafter("qwen3", 2), policy=policy)
     decoder.spec_generate([3, 1, 4, 1, 5], 12, 1.0, verify="speculative_sampling", seed=1)

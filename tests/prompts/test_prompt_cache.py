@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from support.models import ScriptedDrafter, bound_drafter, plain_greedy, qwen3_model, random_drafter, target
+from support.models import (
+    ScriptedDrafter,
+    bound_drafter,
+    plain_greedy,
+    qwen3_model,
+    random_drafter,
+    target,
+    wrapped_tokenizer,
+)
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy
 from dflash.adapters.conformance import small_models as small
@@ -33,6 +41,11 @@ KINDS = {
 def recurrent_layers_start_alike() -> None:
     """Some of mlx-lm's recurrent layers begin with numbers of their own from the global random state."""
     mx.random.seed(0)
+
+
+def with_tokenizer(kind: str, **options) -> DFlashSpeculativeDecoder:
+    loaded = LoadedTargetModel(target(kind, 3).model, wrapped_tokenizer())
+    return DFlashSpeculativeDecoder(loaded, bound_drafter(kind, 3), **options)
 
 
 def read_by(decoder) -> list[int]:
@@ -88,7 +101,7 @@ def test_turns_of_a_conversation_continue_each_other_in_memory_and_from_a_file(k
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
 def test_the_drafters_context_is_continued_too(kind, tmp_path):
     """Drafts are the same as those of a request without a cache."""
-    decoder = DFlashSpeculativeDecoder(target(kind, 3), bound_drafter(kind, 3), policy="full")
+    decoder = with_tokenizer(kind, policy="full")
     cache = decoder.make_prompt_cache()
     answer = decoder.spec_generate(FIRST * 3, 30, prompt_cache=cache, **NO_STOP)[0].tolist()
     assert answer == decoder.spec_generate(FIRST * 3, 30, **NO_STOP)[0].tolist()
@@ -96,8 +109,7 @@ def test_the_drafters_context_is_continued_too(kind, tmp_path):
     assert cache.draft_cache.offset == cache.target_cache.offset == len(cache.tokens)
 
     def drafts(**options) -> list[list[int]]:
-        wanted = decoder._request_options({"max_tokens": 30, **NO_STOP, **options})
-        return [step.block.drafted for step in decoder._steps(answer + SECOND, wanted)]
+        return [step.drafted for step in decoder.stream_generate(answer + SECOND, 30, **NO_STOP, **options)]
 
     loaded = decoder.load_prompt_cache(tmp_path / "cache.safetensors")
     assert drafts(prompt_cache=cache) == drafts(prompt_cache=loaded) == (expected := drafts())
@@ -144,8 +156,8 @@ def test_a_prompt_that_goes_another_way_goes_back_or_is_read_anew(kind, caplog):
     assert once_more == again
 
 
-class Dozing(Policy):
-    """Three tokens asleep, a block, three tokens asleep ..."""
+class Pausing(Policy):
+    """Three plain steps, a block, three plain steps ..."""
 
     def begin(self) -> None:
         self.left = 3
@@ -158,12 +170,12 @@ class Dozing(Policy):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 9])
-def test_a_request_that_ends_in_a_nap_leaves_both_caches_with_the_same_tokens(count):
-    """The drafter gets the features of the steps that it slept through, also where the caller has stopped."""
-    decoder = DFlashSpeculativeDecoder(target("llama", 3), bound_drafter("llama", 3))
+def test_a_request_that_ends_in_a_pause_leaves_both_caches_with_the_same_tokens(count):
+    """The drafter gets the features of the plain steps, also where the caller has stopped."""
+    decoder = with_tokenizer("llama")
     text = decoder.spec_generate(FIRST, 20, **NO_STOP)[0].tolist()
     cache = decoder.make_prompt_cache()
-    steps = decoder._steps(FIRST, decoder._request_options({"prompt_cache": cache, "policy": Dozing(), **NO_STOP}))
+    steps = decoder.stream_generate(FIRST, prompt_cache=cache, policy=Pausing(), **NO_STOP)
     seen = [token for _, step in zip(range(count), steps, strict=False) for token in step.tokens]
     steps.close()
     assert seen == text[len(FIRST) :][: len(seen)]

@@ -25,7 +25,6 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: float32 could not hold the scaled log-probabilities."""
 
 T = TypeVar("T")
-_WATCHING = ("trace", "profile", "prompt_cache")
 
 
 def option_names(*parts: str) -> tuple[str, ...]:
@@ -265,14 +264,14 @@ class DecodeOptions:
         """Whether each block is recorded or timed."""
         return self.trace is not None or self.profile
 
-    def asked(self) -> dict[str, Any]:
-        """The options that differ from the defaults."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+    def asked(self, *without: str) -> dict[str, Any]:
+        """The options that differ from the defaults, except those named."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name not in without}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def given(self) -> dict[str, Any]:
         """The same without ``trace``, ``profile`` and ``prompt_cache``, which do not change the text."""
-        return {name: value for name, value in self.asked().items() if name not in _WATCHING}
+        return self.asked("trace", "profile", "prompt_cache")
 
     def plain(self) -> dict[str, Any]:
         """Arguments of ``mlx_lm.stream_generate`` that make plain decoding write the same, but for where it ends."""

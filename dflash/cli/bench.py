@@ -111,11 +111,9 @@ class _Comparison:
         encoded = requests.encode(self.target, form)
         stops: dict[str, Any] = {"stop_strings": decoding.stop_strings, "stop_token_ids": decoding.stop_token_ids}
         self.plain = b.plain_side(self.target, most, longest, **decoding.plain(), **stops)
-        given = decoding.given()
-        per_request = {name: given[name] for name in given if name not in ("max_tokens", "temp", "seed")}
+        others = decoding.asked("max_tokens", "temp", "seed")
         self.sides = {
-            name: b.dflash_side(decoder, most, decoding.temp, longest, **per_request)
-            for name, decoder in decoders.items()
+            name: b.dflash_side(decoder, most, decoding.temp, longest, **others) for name, decoder in decoders.items()
         }
         self.prompts, self.left_out = that_fit(requests, encoded, longest, decoding.max_tokens or 1)
         self.results: list[dict[str, PromptResult]] = []

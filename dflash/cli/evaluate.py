@@ -79,11 +79,10 @@ def evaluate(
     fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, most)
     mx.random.seed(decoding.seed or 0)  # once: each prompt continues with the state that the previous one left
     terminal.show_progress()
-    given = decoding.given() | {"policy": decoding.policy}
-    per_request = {name: value for name, value in given.items() if name not in ("max_tokens", "temp", "seed")}
+    others = {"policy": decoding.policy} | decoding.asked("max_tokens", "temp", "seed", "trace")
     with loading.trace_file(decoding, models) as file:
         encode = form.in_messages(loaded)
-        each = measure_turns(decoder, fitting, encode, most, decoding.temp, trace=file, **per_request)
+        each = measure_turns(decoder, fitting, encode, most, decoding.temp, trace=file, **others)
         parts, interrupted = _parts(each, fitting, decoder.block_size)
     settings = {name: value for name, value in asked.items() if name != "as_json"} | loading.names_of(models)
     settings |= {"prompts": requests.identity(), "trace": decoding.trace and str(decoding.trace)}

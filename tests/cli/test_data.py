@@ -27,7 +27,9 @@ def test_prepare_makes_a_dataset_and_says_what_is_in_it(target_folder, target, t
     assert "heldout  1 sequences" in result.stdout
     assert "1 duplicate, 0 too long" in result.stdout
     assert len(open_dataset(tmp_path / "made", "train", target)) == 1
-    assert json.loads((tmp_path / "made/manifest.json").read_text())["source"] == "p.jsonl"
+    manifest = json.loads((tmp_path / "made/manifest.json").read_text())
+    assert manifest["source"] == "p.jsonl"
+    assert "min_p" not in manifest["settings"]  # which older datasets do not have
 
 
 def test_the_folder_is_an_argument_or_an_option_and_one_of_them(target_folder, tmp_path):

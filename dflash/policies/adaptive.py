@@ -131,11 +131,12 @@ class Adaptive(Policy):
         self._now = self._blocks = 0  # tokens so far; blocks since the last plain step
         self._steps, self._last_step = 0, 0.0  # plain steps of this pause so far; seconds of the last one
         self._pause, self._losing = REFERENCE_STEPS, False  # plain steps first: blocks must beat them
+        self._retrying = False  # after a pause, whether drafts are right again is asked with a length that is known
         self._why: dict[str, float] = {}
 
     def begin(self) -> None:
         """Draft again."""
-        self._steps = 0
+        self._steps, self._retrying = 0, self._losing
         self.wake()
 
     def wake(self) -> None:
@@ -174,9 +175,10 @@ class Adaptive(Policy):
             self._blocks, self._pause = 0, max(self._pause - 1, 0)
             self._why = {"next_attempt": self._pause}
             if self._losing and (self._pause == 0 or not self._loses()):
+                self._retrying = True
                 self.wake()
             return
-        self._blocks, self._steps = self._blocks + 1, 0
+        self._blocks, self._steps, self._retrying = self._blocks + 1, 0, False
         if block.drafted:
             self._recent.append(block.source)
             times = self._drafters.setdefault(block.source, Record()).learn(self._now, block)
@@ -195,7 +197,8 @@ class Adaptive(Policy):
 
     def _best(self, drafter: Record, most: int) -> tuple[int, float, float]:
         """The length with most tokens per second, and both of these."""
-        most = min(most, drafter.reach)
+        known = [k for k, times in drafter.times.items() if times.known(self._now)]
+        most = min(most, max(known, default=1) if self._retrying else drafter.reach)
         # If no plain step was timed, no block was either, so any unit will do.
         plain = self._plain.typical if self._plain.typical < math.inf else 1.0
         tokens, seconds = drafter.tokens(most), drafter.seconds(most, self._now, plain)

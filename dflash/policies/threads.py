@@ -1,7 +1,4 @@
-"""The number of BLAS threads for decoding on a CPU, measured once when a decoder is made.
-
-Prompts are read with the process's own count, because their matrix products are large enough for all threads.
-"""
+"""The number of BLAS threads for decoding on a CPU, measured once when a decoder is made."""
 
 import os
 import threading

@@ -109,8 +109,8 @@ def _print_left(plan: "Plan", as_json: bool) -> None:
         steps, of_steps = plan.steps(planned.training)
         kept = plan.answers(planned.answers)
         answers = sum(prompt.key in kept for prompt in plan.prompts)
-        done = {"steps": steps, "of_steps": of_steps, "answers": answers, "of_answers": len(plan.prompts)}
-        cells.append({"name": planned.name, **done, "levels": planned.cell.levels, "seed": planned.cell.seed})
+        counts = {"steps": steps, "of_steps": of_steps, "answers": answers, "of_answers": len(plan.prompts)}
+        cells.append({"name": planned.name, **counts, "levels": planned.cell.levels, "seed": planned.cell.seed})
     incomplete = sum((c["steps"], c["answers"]) != (c["of_steps"], c["of_answers"]) for c in cells)
     drafters, answers = len(plan.untrained), sum(len(keys) for _, keys in plan.turns())
     took = next((done["seconds"] for key in plan.trainings if (done := plan.finished(key))), None)
@@ -297,6 +297,6 @@ def _loss_mark(found: list["ComparedRun"]) -> str:
 
 
 def _prompts_line(count: int, all_heldout: bool) -> str:
-    """How many prompts were decoded, and why there is no interval where there is none."""
+    """How many prompts were decoded, and why one prompt has no interval."""
     line = f"{count} prompt{'' if count == 1 else 's'} decoded{', all that the dataset holds out' * all_heldout}."
     return line if count > 1 else f"{line} One says nothing about others, so there is no 95 % interval."

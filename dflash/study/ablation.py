@@ -1,7 +1,7 @@
-"""A study carried out: drafters trained that are not there yet, then every prompt decoded by each cell alternately.
+"""Carries out a study: trains the missing drafters, then has the cells decode each prompt alternately.
 
-All drafters are in memory for that. Everything is kept as soon as it is there: given again, a study continues where it
-was stopped, a training at its last checkpoint.
+Decoding holds all drafters in memory. Every result is written at once, so that a study which was stopped continues
+there, a training at its last checkpoint.
 """
 
 import logging
@@ -42,9 +42,9 @@ def ablate(study: Study, only: list[str] | None = None, *, trust_remote_code: bo
     ``trust_remote_code`` is as in :func:`~dflash.load_target`: no study can set it.
 
     Raises ``DFlashError`` for what cannot be trained or decoded or a folder that another process
-    is using, and ``KeyboardInterrupt`` after Ctrl-C, once what is under way can be continued.
+    is using, and ``KeyboardInterrupt`` after Ctrl-C, once the work in progress can be continued.
     """
-    plan = open_plan(study, only, trust_remote_code)  # refuses what cannot be before there is a folder
+    plan = open_plan(study, only, trust_remote_code)  # refuses bad settings before the folder exists
     with exclusive_lock(study.folder):
         _train_missing(plan, trust_remote_code)
         _decode_missing(plan)
@@ -60,7 +60,7 @@ def open_plan(study: Study, only: list[str] | None = None, trust_remote_code: bo
 
 
 def _train_missing(plan: Plan, trust_remote_code: bool) -> None:
-    """Train each drafter that is not complete, or what is left of it, and mark it complete."""
+    """Train or finish each drafter that is not complete, and mark it complete."""
     for recipe in plan.feature_recipes():
         cache_features(recipe, trust_remote_code=trust_remote_code)
     missing = plan.untrained
@@ -77,7 +77,7 @@ def _train_missing(plan: Plan, trust_remote_code: bool) -> None:
 
 
 def _trained(run: Path) -> dict[str, Any]:
-    """What tables say of a finished training."""
+    """What ``finished.json`` records of a training."""
     lines = read_log(run)
     weights, _ = read_arrays(run / DRAFTER / "model.safetensors")
     return {
@@ -92,7 +92,7 @@ def _trained(run: Path) -> dict[str, Any]:
 
 
 def _decode_missing(plan: Plan) -> None:
-    """Answer every prompt by each side that has not answered it, alternately."""
+    """Answer each prompt with the sides that have not answered it, alternately."""
     turns = plan.turns()
     if not turns:
         return
@@ -110,7 +110,7 @@ def _decode_missing(plan: Plan) -> None:
 
 
 def _make_sides(plan: Plan, keys: list[str]) -> dict[str, Side]:
-    """How each side answers. Cells that differ in their options alone share a drafter."""
+    """What answers for each key. Cells that differ only in their options share a drafter."""
     drafters: dict[ModelOptions, Drafter] = {}
     sides = {}
     for key in keys:
@@ -143,7 +143,7 @@ def _time(side: Side, tokens: list[int], planned: PlannedCell) -> Run:
 
 
 def _begin_session(plan: Plan, threads: DecodeThreads) -> str:
-    """Record on what this process measures; returns its name."""
+    """Record the environment of this process under a name, which is returned."""
     path = plan.folder / SESSIONS
     sessions = read_json(path) if path.exists() else {}
     here = environment(threads)

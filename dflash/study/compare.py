@@ -32,13 +32,14 @@ _OF_THE_FOLDER = ("target", "run.folder", "data.folder", "data.cached_features")
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run: steps done of ``steps``, what its log says (``None`` where it says nothing), its drafter's acceptance.
+    """One run: how far it is, what its log says (``None`` for what it does not), and its drafter's acceptance.
 
     ``settings`` are those in which the compared runs differ. ``best_acceptance`` (tokens per target pass) is that of
-    the best evaluation, at ``best_step``; the other values are the last ones. ``seconds`` is the time of all steps and
-    evaluations, ``tokens_per_second`` the median of the log's. ``curves`` are steps and values by name.
+    the best evaluation, at ``best_step``; losses and times are the last ones. ``seconds`` is the time of all steps and
+    evaluations, ``tokens_per_second`` the log's median. ``curves`` has steps and values by name.
 
-    ``acceptance`` is in tokens per target pass, ``ratio`` that over the first run's, on the same ``prompts`` prompts.
+    ``acceptance`` is in tokens per target pass, ``ratio`` its ratio to the first run's, on the same ``prompts``
+    prompts; both are ``None`` unless the drafters decoded.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""What a study consists of on this machine: its cells with their keys, its prompts, and what is still to be done."""
+"""The plan of a study on this machine: its cells with their keys, its prompts, and what is still to be done."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from .settings import BUNDLED, Cell, PromptSet, Study, make_cells, short_name
 
 @dataclass(frozen=True)
 class StudyPrompt:
-    """A request of the prompts called ``set``, as token ids, and its key."""
+    """A request in the set of prompts called ``set``: its token ids and its key."""
 
     set: str
     tokens: list[int]
@@ -133,12 +133,12 @@ class Plan:
         return self.folder / TRAINED / training
 
     def finished(self, training: str) -> dict[str, Any] | None:
-        """What is known of a complete training: ``seconds``, ``steps``, ``parameters``; else ``None``."""
+        """What is recorded of a complete training: ``seconds``, ``steps``, ``parameters``; else ``None``."""
         path = self.run_folder(training) / FINISHED
         return read_json(path) if path.exists() else None
 
     def steps(self, training: str | None) -> tuple[int, int | None]:
-        """Steps done of a training and all of them (``None``: its data will tell); 0 of 0 where nothing is trained."""
+        """Steps done of a training, and its length if known; 0 of 0 for a cell without a training."""
         if training is None:
             return 0, 0
         if (done := self.finished(training)) is not None:
@@ -155,7 +155,7 @@ class Plan:
         return plain | {cell.answers: cell for cell in self.cells}
 
     def answers(self, key: str) -> Answers:
-        """The answers of a side, as far as they are there."""
+        """The answers of a side so far."""
         planned = self.sides[key]
         plain = key == planned.plain
         options = plain_options(planned.cell) if plain else planned.cell.options
@@ -163,9 +163,9 @@ class Plan:
         return Answers(self.folder, key, {"drafter": drafter, "options": options})
 
     def turns(self) -> list[tuple[StudyPrompt, list[str]]]:
-        """Each prompt with the sides that have not answered it, in their order.
+        """Each prompt with the sides that have not answered it yet, in the order of their turns.
 
-        Another side comes first on each prompt, so that a machine that slows down does so for all alike.
+        The order rotates from prompt to prompt, so that a machine that slows down does so for all alike.
         """
         answers, turns = {key: self.answers(key) for key in self.sides}, []
         for number, prompt in enumerate(self.prompts):

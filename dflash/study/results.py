@@ -117,7 +117,7 @@ class Effect:
 
 
 def collect(plan: Plan) -> list[CellAnswers]:
-    """The answers of each cell to each set of prompts, as far as they are there."""
+    """The answers of each cell to each set of prompts so far."""
     found, kept = [], {key: plan.answers(key) for key in plan.sides}
     for planned in plan.cells:
         training = {} if planned.training is None else plan.finished(planned.training) or {}

@@ -59,6 +59,20 @@ def assert_holds(draft: AutoregressiveDrafter, cache, committed: Sequence[int], 
     assert_close(f"logits {where}", ours.logits, theirs.logits)
 
 
+def assert_plain_text(loaded: LoadedTargetModel, draft, prompt: list[int], count: int, block_size: int, step_size=512):
+    """The text is the target's own and the draft's cache follows it; returns the blocks and the state."""
+    expected, lead = plain_greedy(loaded.model, prompt, count)
+    assert lead > NEAR_TIE
+    draft.bind(loaded)
+    run = Decoding(loaded, draft)
+    state, blocks = prefill(run, prompt, step_size=step_size), []
+    for block in decode(run, state, count, block_size):
+        blocks.append(block)
+        assert state.draft_cache.offset == len(state.tokens) - 1
+    assert state.tokens == prompt + expected
+    return blocks, state
+
+
 EVENTS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, VOCAB - 1)), min_size=1, max_size=5)
 
 
@@ -101,51 +115,27 @@ def test_a_draft_is_the_models_own_greedy_text_with_its_logits(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_drafts_for_itself_is_always_right(kind):
     """Every block is full: one position too early or too late anywhere, and nothing would be accepted."""
-    prompt, count = [3, 1, 4, 1, 5], 19
-    expected, lead = plain_greedy(model(kind).model, prompt, count)
-    assert lead > NEAR_TIE
-    draft = drafter(kind)
-    draft.bind(model(kind))
-    state = prefill(Decoding(model(kind), draft), prompt)
-    blocks = list(decode(Decoding(model(kind), draft), state, count, 6))
+    blocks, _ = assert_plain_text(model(kind), drafter(kind), [3, 1, 4, 1, 5], 19, 6)
     assert [len(block.tokens) for block in blocks] == [6] * 3
-    assert state.tokens == prompt + expected
 
 
 @pytest.mark.parametrize(("kind", "other"), list(zip(KINDS, KINDS[2:] + KINDS[:2], strict=True)))
 def test_the_text_is_the_targets_own_and_the_cache_follows_it(kind, other):
     """Another model is hardly ever right."""
-    prompt, count = [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4], 16
-    expected, lead = plain_greedy(model(kind).model, prompt, count)
-    assert lead > NEAR_TIE
-    draft = drafter(other, seed=1)
-    draft.bind(model(kind))
-    state = prefill(Decoding(model(kind), draft), prompt, step_size=7)
-    for _ in decode(Decoding(model(kind), draft), state, count, 4):
-        assert state.draft_cache.offset == len(state.tokens) - 1
-    assert state.tokens == prompt + expected
+    draft, prompt = drafter(other, seed=1), [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4]
+    _, state = assert_plain_text(model(kind), draft, prompt, 16, 4, step_size=7)
     assert_holds(draft, state.draft_cache, state.tokens[:-1])
 
 
 def test_drafts_are_sometimes_right_and_sometimes_wrong_when_the_draft_model_is_a_little_off():
     """The mixture that the tests above want: blocks of one token, full blocks, and what is between."""
-    loaded = model("llama")
     off = llama_model(3, VOCAB)
     for layer in off.layers[-1:]:
         weight = layer.mlp.down_proj.weight
         layer.mlp.down_proj.weight = weight + 0.1 * mx.random.normal(weight.shape, key=mx.random.key(5))
-    prompt, count = [3, 1, 4, 1, 5], 40
-    expected, lead = plain_greedy(loaded.model, prompt, count)
-    assert lead > NEAR_TIE
     draft = AutoregressiveDrafter(LoadedTargetModel(off))
-    draft.bind(loaded)
-    state = prefill(Decoding(loaded, draft), prompt)
-    sizes = set()
-    for block in decode(Decoding(loaded, draft), state, count, 5):
-        sizes.add(len(block.tokens))
-        assert state.draft_cache.offset == len(state.tokens) - 1
-    assert state.tokens == prompt + expected
-    assert {1, 5} < sizes
+    blocks, state = assert_plain_text(model("llama"), draft, [3, 1, 4, 1, 5], 40, 5)
+    assert {1, 5} < {len(block.tokens) for block in blocks}
     assert_holds(draft, state.draft_cache, state.tokens[:-1])
 
 
@@ -171,15 +161,9 @@ def test_a_draft_costs_as_many_passes_as_it_has_tokens(kind, monkeypatch):
 def test_past_its_own_longest_sequence_a_model_proposes_nothing():
     loaded = LoadedTargetModel(qwen3_model(0, max_position_embeddings=64))
     draft = AutoregressiveDrafter(LoadedTargetModel(qwen3_model(0, max_position_embeddings=23)))
-    draft.bind(loaded)
-    prompt, count = [3, 1, 4, 1, 5], 40
-    expected, lead = plain_greedy(loaded.model, prompt, count)
-    assert lead > NEAR_TIE
-    state = prefill(Decoding(loaded, draft), prompt)
-    blocks = list(decode(Decoding(loaded, draft), state, count, 5))
+    blocks, _ = assert_plain_text(loaded, draft, [3, 1, 4, 1, 5], 40, 5)
     assert [len(block.drafted) for block in blocks[:5]] == [4, 4, 4, 3, 0]
     assert sum(len(block.drafted) for block in blocks[4:]) == 0
-    assert state.tokens == prompt + expected
 
 
 # --- vocabularies -----------------------------------------------------------------------------------------

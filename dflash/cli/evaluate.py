@@ -79,7 +79,7 @@ def evaluate(
     fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, most)
     mx.random.seed(decoding.seed or 0)  # once: each prompt continues with the state that the previous one left
     terminal.show_progress()
-    others = {"policy": decoding.policy} | decoding.asked("max_tokens", "temp", "seed", "trace")
+    others: dict[str, Any] = {"policy": decoding.policy} | decoding.asked("max_tokens", "temp", "seed", "trace")
     with loading.trace_file(decoding, models) as file:
         encode = form.in_messages(loaded)
         each = measure_turns(decoder, fitting, encode, most, decoding.temp, trace=file, **others)

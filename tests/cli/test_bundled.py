@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -11,7 +12,7 @@ import mlx_lm
 import pytest
 from support.cli import assert_one_error, invoke
 from support.errors import refused
-from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter, save_target, writer
+from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter, save_target
 
 import dflash
 from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, bundled, load_drafter, load_target
@@ -185,24 +186,15 @@ def test_doctor_shows_the_drafter_that_it_found_or_that_there_is_none(package, m
     assert "positions that one pass fills" not in shown
 
 
-def test_the_demo_of_another_target_answers_a_heldout_request_at_some_length(package, monkeypatch):
-    answer = "This is an answer without any function. " * 4
-    prompt = writer("").loaded_target.build_prompt("Hi")
-    monkeypatch.setattr(loading, "load_decoder", lambda *_, **__: writer(answer, prompt, p=0.9))
-    result = invoke("demo", "--target", "any")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count(answer) == 2
-    for expected in ("Request: Hi", "plain mlx_lm", "ratio", "acceptance", "identical"):
-        assert expected in result.stdout
-    assert "its check" not in result.stdout
-
-
-def test_the_demo_decodes_a_target_with_the_drafter_found_for_it(package, monkeypatch):
+def test_the_demo_answers_a_request_for_a_target_with_the_drafter_found_for_it_and_checks_nothing(package, monkeypatch):
     monkeypatch.setattr("dflash.evaluation.demo.MAX_TOKENS", 16)
     monkeypatch.setattr("dflash.evaluation.demo.LEAST_TOKENS", 8)
     result = invoke("demo", "--target", package / "target")
     assert result.exit_code == 0, result.output
-    assert "tokens        identical" in result.stdout
+    assert re.search(r"Request: (Hi|Tell me more\.)", result.stdout)
+    for expected in ("plain mlx_lm", "ratio", "acceptance", "tokens        identical"):
+        assert expected in result.stdout
+    assert "its check" not in result.stdout
 
 
 # --- publishing -------------------------------------------------------------------------------------------
@@ -221,10 +213,11 @@ def test_publishing_again_replaces_the_entry_and_quantises_when_asked(package):
 
 
 def test_a_drafter_that_was_trained_for_another_target_is_not_published(package):
-    other = save_target(qwen3_model(2, vocab=TEXT_VOCAB), package / "other")
-    drafter = random_drafter(3, TEXT_VOCAB, target_fingerprint=target_fingerprint(load_target(other)))
-    dflash.save_drafter(drafter, package / "real" / "wrong")
-    index, files = bundled.INDEX.read_bytes(), (package / "real" / "wrong" / "config.json").read_bytes()
+    other = load_target(save_target(qwen3_model(2, vocab=TEXT_VOCAB), package / "other"))
+    wrong = package / "real" / "wrong"
+    dflash.save_drafter(random_drafter(3, TEXT_VOCAB, target_fingerprint=target_fingerprint(other)), wrong)
+    files = [bundled.INDEX, wrong / "config.json"]
+    before = [file.read_bytes() for file in files]
     with pytest.raises(SystemExit, match=r"error: The drafter in .*wrong was trained for another target than"):
-        publish.main([str(package / "real" / "wrong"), "--target", str(package / "target"), "--name", "x"])
-    assert (bundled.INDEX.read_bytes(), (package / "real" / "wrong" / "config.json").read_bytes()) == (index, files)
+        publish.main([str(wrong), "--target", str(package / "target"), "--name", "x"])
+    assert [file.read_bytes() for file in files] == before

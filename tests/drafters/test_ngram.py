@@ -147,14 +147,14 @@ class CountedReads(list):
         return super().__getitem__(at)
 
 
-@pytest.mark.parametrize("vocab", [2, 50, 100_000])
-def test_a_lookup_reads_no_more_tokens_of_a_longer_text(vocab):
+def test_a_lookup_reads_no_more_tokens_of_a_longer_text():
+    """Of two tokens, so that each n-gram occurs a thousand times."""
     chance = random.Random(0)
-    cache = held(*(chance.randrange(vocab) for _ in range(8192)))
+    cache = held(*(chance.randrange(2) for _ in range(32_768)))
     cache.tokens = CountedReads(cache.tokens)
     for _ in range(20):
         before = cache.tokens.reads
-        draft = cache.continuation(chance.randrange(vocab), 15)
+        draft = cache.continuation(chance.randrange(2), 15)
         assert cache.tokens.reads - before < 2 * (COMPARED + 2) * LONGEST
         cache.extend([0, *draft])
 

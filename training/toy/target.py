@@ -24,10 +24,10 @@ from dflash.core.errors import did_you_mean
 from dflash.core.files import flat, write_arrays, write_json
 
 from ...core.settings import SettingsError, require
+from ..cpu import FAMILIES as QUICK_LAYERS
+from ..cpu import decoder_layer
 from ..data.sequences import Ints, Sequences, pad_batch, plan_batches
 from ..loop.settings import FitSettings
-from ..cpu import FAMILIES as QUICK_FAMILIES
-from ..cpu import decoder_layer
 
 _ADDED = ("vocab_size", "tie_word_embeddings", "eos_token_id")
 """Keys of ``config.json`` that the recipe must not set: the tokenizer decides them."""
@@ -106,9 +106,9 @@ def build_target(settings: TargetSettings, vocab_size: int, end: int) -> nn.Modu
 
 
 def hidden_states(model: nn.Module, tokens_BL: mx.array) -> mx.array:
-    """Final normalised hidden states ``[B, L, E]``, computed by quick layers where there are some."""
+    """Final normalised hidden states ``[B, L, E]``, computed by the quick layers of ``training.cpu`` where they exist."""
     adapter = find_adapter(model)
-    if not (on_cpu() and all(type(layer) in QUICK_FAMILIES for layer in adapter.layers)):
+    if not (on_cpu() and all(type(layer) in QUICK_LAYERS for layer in adapter.layers)):
         return adapter.forward(tokens_BL, None, ())[0]
     x_BLE = adapter.embed(tokens_BL) * adapter.embedding_scale
     for layer in adapter.layers:

@@ -54,8 +54,8 @@ def sample(rng: random.Random, split: Split) -> Sample:
     if rng.random() < FUNCTION_SHARE:
         if split == "train" and rng.random() < KNOWN_SHARE:
             row = rng.choice(known.KNOWN)
-            check = {"kind": "known", "name": row.name}
-            return Sample(known.request(row, rng), row.answer(), "function", (row.name,), check)
+            prompt = known.request(row, rng)
+            return Sample(prompt, row.answer(), "function", (row.name,), {"kind": "known", "name": row.name})
         length = rng.choices(STEP_COUNTS, STEP_WEIGHTS[split])[0]
         while True:
             pipeline = functions.random_pipeline(rng, length)

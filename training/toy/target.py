@@ -106,7 +106,7 @@ def build_target(settings: TargetSettings, vocab_size: int, end: int) -> nn.Modu
 
 
 def hidden_states(model: nn.Module, tokens_BL: mx.array) -> mx.array:
-    """Final normalised hidden states ``[B, L, E]``, computed by the quick layers of ``training.cpu`` where they exist."""
+    """Final normalised hidden states ``[B, L, E]``, by the quick layers of ``training.cpu`` where they exist."""
     adapter = find_adapter(model)
     if not (on_cpu() and all(type(layer) in QUICK_LAYERS for layer in adapter.layers)):
         return adapter.forward(tokens_BL, None, ())[0]

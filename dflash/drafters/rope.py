@@ -157,7 +157,7 @@ def _yarn(head_dim: int, parameters: Parameters, max_positions: int, traditional
     dims = _whole(head_dim, parameters)
 
     def pair_of(turns: float) -> float:
-        """The (fractional) index of the pair that makes so many ``turns`` within the pretraining length."""
+        """The (fractional) index of the pair that makes ``turns`` rotations within the pretraining length."""
         return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(_number(parameters, "beta_fast", 32.0)), pair_of(_number(parameters, "beta_slow", 1.0))

@@ -262,7 +262,7 @@ def test_a_layer_outside_the_list_is_missed_too():
     assert "layers leaves out trunk.first" in str(first_difference(target))
 
 
-def test_a_model_with_its_norm_beside_the_head_does_not_fit_the_generic_adapter():
+def test_a_model_with_its_norm_outside_the_backbone_does_not_fit_the_generic_adapter():
     class NormOutside(Odd):
         def __init__(self):
             super().__init__()

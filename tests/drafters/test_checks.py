@@ -1,4 +1,4 @@
-"""Any drafter of the protocol decodes exactly; an object that is none, or one that proposes nonsense, is told so."""
+"""Any drafter of the protocol decodes exactly; other objects and wrong proposals are one clear error."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Copies where the text repeats, a model elsewhere: both caches stay exact, and the better source is chosen."""
+"""N-gram copies combined with a model: both caches stay exact, and the better source is chosen."""
 
 import mlx.core as mx
 import pytest
@@ -29,20 +29,20 @@ UNIT = [*range(40, 80)]  # no two tokens of it agree, so that copies come from i
 FRESH = [*range(100, 140)]
 
 
-class Sleeper(Policy):
-    """Sleeps for ``nap`` tokens after every block, unless it is woken."""
+class Pausing(Policy):
+    """Falls back to ``pause`` plain tokens after every block, unless the drafter ends the pause."""
 
-    def __init__(self, nap: int):
-        self.nap, self.asleep, self.woken = nap, nap, 0
+    def __init__(self, pause: int):
+        self.pause, self.left, self.woken = pause, pause, 0
 
     def sleep(self) -> int:
-        return self.asleep
+        return self.left
 
     def wake(self) -> None:
-        self.asleep, self.woken = 0, self.woken + 1
+        self.left, self.woken = 0, self.woken + 1
 
     def observe(self, block) -> None:
-        self.asleep = max(self.asleep - 1, 0) if block.asleep else self.nap
+        self.left = max(self.left - 1, 0) if block.asleep else self.pause
 
 
 def written(prompt: list[int], answer: list[int], drafter, policy=None):
@@ -60,11 +60,11 @@ def model_that_knows(text: list[int], p: float, block_size: int = 8) -> Scripted
     return ScriptedDrafter(text, TEXT_VOCAB, p, block_size, layer_ids=(0,))
 
 
-@pytest.mark.parametrize("nap", [0, 3])
-def test_copied_text_is_copied_and_new_text_is_the_models(nap):
+@pytest.mark.parametrize("pause", [0, 3])
+def test_copied_text_is_copied_and_new_text_is_the_models(pause):
     prompt, answer = UNIT, [1, *FRESH, *UNIT, 2, *FRESH[::-1]]
     drafter = CombinedDrafter(model_that_knows([*prompt, *answer], 0.9))
-    blocks, state = written(prompt, answer, drafter, Sleeper(nap) if nap else None)
+    blocks, state = written(prompt, answer, drafter, Pausing(pause) if pause else None)
     places, at = {"ngram": [], "model": [], "": []}, len(prompt) + 1
     for block in blocks:
         places[block.source] += [at]
@@ -72,8 +72,8 @@ def test_copied_text_is_copied_and_new_text_is_the_models(nap):
     repeated = range(len(prompt) + 1 + len(FRESH), len(prompt) + 1 + len(FRESH) + len(UNIT))
     assert all(place in repeated for place in places["ngram"])
     assert len(places["ngram"]) >= 2
-    assert len([place for place in places["model"] if place not in repeated]) >= 8 - nap
-    if not nap:
+    assert len([place for place in places["model"] if place not in repeated]) >= 8 - pause
+    if not pause:
         assert max(len(block.tokens) for block in blocks if block.source == "ngram") > drafter.model.block_size
     assert state.draft_cache.offset == len(state.tokens) - 1
     assert state.draft_cache.model.tokens == state.draft_cache.copies.tokens == state.tokens[:-1]
@@ -114,7 +114,7 @@ def test_the_text_is_the_targets_own_and_the_models_context_equals_its_own_alone
     assert lead > NEAR_TIE
     drafter = CombinedDrafter(model)
     drafter.bind(loaded)
-    for policy in (Policy(), Sleeper(2)):
+    for policy in (Policy(), Pausing(2)):
         run = Decoding(loaded, drafter, policy=policy)
         state = prefill(run, prompt)
         sources = {block.source for block in decode(run, state, count, drafter.block_size)}
@@ -141,14 +141,14 @@ def test_only_a_model_that_draws_makes_it_draw():
 
 
 @pytest.mark.parametrize("drafter", [NgramDrafter(), CombinedDrafter(model_that_knows([], 0.0))], ids=["ngram", "both"])
-def test_a_copy_wakes_a_drafter_that_sleeps(drafter):
+def test_a_copy_ends_a_fallback_to_plain_decoding(drafter):
     prompt, answer = UNIT, [1, *FRESH, *UNIT, 2, *FRESH[:9]]
-    policy = Sleeper(100)
+    policy = Pausing(100)
     blocks, state = written(prompt, answer, drafter, policy)
     assert policy.woken >= 1
     asked = [i for i, block in enumerate(blocks) if not block.asleep]
     begins = 1 + len(FRESH) + RESUMING
-    assert asked[0] in (begins, begins + 1), "as soon as so many tokens agree; one pass was under way"
+    assert asked[0] in (begins, begins + 1), "as soon as the match is long enough; one pass was under way"
     assert blocks[asked[0]].accepted >= 10
     index = getattr(state.draft_cache, "copies", state.draft_cache)
     assert index.tokens == state.tokens[:-1]

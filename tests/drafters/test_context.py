@@ -43,7 +43,7 @@ def extend(drafter, cache, features: mx.array) -> None:
 @pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_equal_those_over_everything_under_a_mask(variant, rounds):
-    """The mask is the same function of a window; the cache beside keeps all rows, and so masks many."""
+    """The same mask over a cache that keeps all rows, most of which it hides."""
     drafter = bound(**VARIANTS[variant])
     features = features_of(drafter, sum(ROUNDS[rounds]))
     windowed, whole = drafter.make_cache(), ContextCache([None, None])

@@ -133,12 +133,12 @@ def test_drafts_follow_the_formulas_however_the_context_arrives(files, form):
         start += size
         assert cache.offset == start
         greedy = drafter.propose(mx.array([[7]]), 3, cache)
-        drawn = drafter.draw(mx.array([[7]]), 3, cache, sampler)
-        for proposal in (greedy, drawn):
+        sampled = drafter.draw(mx.array([[7]]), 3, cache, sampler)
+        for proposal in (greedy, sampled):
             expected = dense.logits(text[:start], hidden[:start], 7, proposal.tokens[0].tolist())
             np.testing.assert_allclose(np.array(proposal.logits[0]), expected, atol=2e-3, rtol=1e-3)
         assert greedy.tokens.tolist() == mx.argmax(greedy.logits, axis=-1).tolist()
-        np.testing.assert_array_equal(np.array(drawn.log_q[0]), np.array(sampler.log_distribution(drawn.logits[0])))
+        np.testing.assert_array_equal(np.array(sampled.log_q[0]), np.array(sampler.log_distribution(sampled.logits[0])))
 
 
 def test_the_text_is_that_of_plain_decoding_where_drafts_are_right_by_accident(tmp_path):
@@ -150,8 +150,8 @@ def test_the_text_is_that_of_plain_decoding_where_drafts_are_right_by_accident(t
     text = decoder.spec_generate(prompt, 40, stop_token_ids=[], stream_callback=steps.append).tolist()
     assert text == [[*prompt, *expected]]
     assert {1, 2, 3} <= {len(step) for step in steps[1:]}, "always right or always wrong; the comparison means nothing"
-    drawn = decoder.spec_generate(prompt, 20, 1.0, stop_token_ids=[], seed=4, verify="speculative_sampling")
-    assert drawn.shape == (1, 25)
+    sampled = decoder.spec_generate(prompt, 20, 1.0, stop_token_ids=[], seed=4, verify="speculative_sampling")
+    assert sampled.shape == (1, 25)
 
 
 @pytest.mark.parametrize("form", ["one by one", "joined"])

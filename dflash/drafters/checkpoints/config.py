@@ -125,7 +125,7 @@ class DFlashConfig:
 
     def _spread_layer_ids(self) -> tuple[int, ...]:
         """The published default for a config that names no layers."""
-        require_positive("num_target_layers (needed where target_layer_ids is missing)", self.num_target_layers)
+        require_positive("num_target_layers (needed, as target_layer_ids is missing)", self.num_target_layers)
         assert self.num_target_layers is not None
         ids = spread_layer_ids(self.num_target_layers, self.num_hidden_layers)
         logger.warning("The drafter's config names no target_layer_ids; evenly spread ones are assumed: %s.", list(ids))
@@ -202,19 +202,18 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "target_layer_ids": ("a list of layer numbers", lambda v: isinstance(v, list | tuple) and all(map(_is_whole, v))),
     "layer_types": ("a list of names", lambda v: isinstance(v, list | tuple) and all(isinstance(x, str) for x in v)),
     "is_causal": ("true, false or null", lambda v: v is None or isinstance(v, bool)),
-    "rope_scaling": ("an object or null", lambda v: v is None or isinstance(v, dict)),
-    "rope_parameters": ("an object or null", lambda v: v is None or isinstance(v, dict)),
-    "rope_is_neox_style": ("true or false", lambda v: isinstance(v, bool)),
-    "attention_bias": ("true or false", lambda v: isinstance(v, bool)),
-    "sample_from_anchor": ("true or false", lambda v: isinstance(v, bool)),
-    "elastic_blocks": ("true or false", lambda v: isinstance(v, bool)),
+    **dict.fromkeys(
+        ("rope_scaling", "rope_parameters"), ("an object or null", lambda v: v is None or isinstance(v, dict))
+    ),
+    **dict.fromkeys(
+        ("rope_is_neox_style", "attention_bias", "sample_from_anchor", "elastic_blocks"),
+        ("true or false", lambda v: isinstance(v, bool)),
+    ),
     "draft_vocab_size": ("a positive whole number or null", lambda v: v is None or _is_whole(v)),
     "max_position_embeddings": ("a positive whole number", lambda v: _is_whole(v) and v > 0),
     "target_fingerprint": ("a text or null", lambda v: v is None or isinstance(v, str)),
-    "rope_theta": ("a positive number", lambda v: _is_number(v) and v > 0),
-    "rms_norm_eps": ("a positive number", lambda v: _is_number(v) and v > 0),
-    "input_embedding_scale": ("a number", _is_number),
-    "output_multiplier": ("a number", _is_number),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), ("a positive number", lambda v: _is_number(v) and v > 0)),
+    **dict.fromkeys(("input_embedding_scale", "output_multiplier"), ("a number", _is_number)),
     "final_logit_softcapping": ("a positive number or null", lambda v: v is None or (_is_number(v) and v > 0)),
 }
 

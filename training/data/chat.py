@@ -1,8 +1,8 @@
 """Conversations as token ids, with a loss mask over the tokens of their responses.
 
-A response is found in the rendered text by rendering once more with a mark in its place: what differs is the
-response, and it must consist of the response's own characters. This holds for templates that trim, that drop the
-thinking of earlier turns or that add an empty thought.
+A response is located by rendering the conversation again with a mark in its place: the difference is the response,
+and it must consist of the response's own characters. This works for templates that trim, that drop the thinking of
+earlier turns, or that add an empty thought.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from dflash.prompts.conversations import Conversation
 from .sequences import Ints
 
 MARK = "\ue000response\ue001"
-"""Takes the place of a response in a trial rendering; private characters, which no template trims."""
+"""Stands for a response in a trial rendering: private-use characters, which no template trims."""
 
 Messages = Sequence[dict[str, str]]
 
@@ -28,7 +28,7 @@ Messages = Sequence[dict[str, str]]
 class Row:
     """One sequence: ``tokens [L]`` and ``loss_mask [L]``, true on responses; ``None`` if the response is missing.
 
-    ``draft [R]`` may hold what the missing response probably is.
+    ``draft [R]`` may hold a guess of the missing response.
     """
 
     tokens: Ints
@@ -47,9 +47,9 @@ class Row:
 def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any]) -> Row:
     """Tokens of a conversation in the target's chat template, or as plain text (``chat=False``, or no template).
 
-    Without a response the tokens end where the target would begin its own. The stop token after a response belongs
-    to it. ``switches`` go to the chat template. Raises ``DataError``, naming the line, where the
-    template refuses the messages or a response cannot be marked.
+    Without a response the tokens end where the target's response would begin. The stop token after a response belongs
+    to it. ``switches`` are passed to the chat template. Raises ``DataError`` with the line's name if the template
+    refuses the messages or a response cannot be located.
     """
     if target.tokenizer is None:
         raise DataError("This target has no tokenizer to make tokens of prompts; load it from a folder that has one.")
@@ -74,9 +74,9 @@ def encode(conversation: Conversation, target: LoadedTargetModel, chat: bool, sw
 def encode_draft(
     conversation: Conversation, target: LoadedTargetModel, chat: bool, switches: dict[str, Any], prompt: Ints
 ) -> Ints | None:
-    """Tokens ``[R]`` of the last response, as they follow the ``prompt`` that :func:`encode` makes without it.
+    """Tokens ``[R]`` of the last response after the ``prompt`` that :func:`encode` makes without it.
 
-    ``None`` where they cannot be told apart from the template's.
+    ``None`` if they cannot be separated from the template's tokens.
     """
     try:
         given = encode(conversation, target, chat, switches)
@@ -103,7 +103,7 @@ def _templated(conversation: Conversation, target: LoadedTargetModel, switches: 
 
 
 def response_spans(render: Callable[[Messages], str], messages: Messages, text: str) -> list[tuple[int, int]]:
-    """Begin and end of every response in ``text``, which is ``render(messages)``, in characters.
+    """Start and end, in characters, of every response in ``text``, which is ``render(messages)``.
 
     Raises ``DataError`` if the template leaves a response out, repeats it or rewrites it.
     """
@@ -132,7 +132,7 @@ def _common_length(one: str, other: str) -> int:
 
 
 def _plain(conversation: Conversation, tokenizer: Any, stops: frozenset[int]) -> Row:
-    """A prompt, and the response and stop token after it if there is one, without a template."""
+    """A prompt and, if there is one, its response with a stop token, without a template."""
     roles = [message["role"] for message in conversation.messages]
     if roles not in (["user"], ["user", "assistant"]):
         raise DataError(
@@ -152,7 +152,7 @@ def _plain(conversation: Conversation, tokenizer: Any, stops: frozenset[int]) ->
 def _masked(
     tokenizer: Any, text: str, spans: list[tuple[int, int]], stops: frozenset[int], special: bool
 ) -> tuple[Ints, Ints]:
-    """Tokens of ``text`` and their loss mask: tokens wholly inside a span, and a stop token right after one."""
+    """Tokens of ``text`` and their loss mask: tokens entirely inside a span, and a stop token right after one."""
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             "the target's tokenizer does not say which characters a token stands for, so the tokens of a given "
@@ -165,7 +165,7 @@ def _masked(
     for start, end in spans:
         inside = (begins >= start) & (ends <= end) & (ends > begins)
         for i in np.flatnonzero((begins < start) & (start < ends) & (ends <= end)):
-            inside[i] = text[begins[i] : start].isspace()  # templates that put a space first leave it to the response
+            inside[i] = text[begins[i] : start].isspace()  # a template's leading space joins the response's first token
         loss_mask |= inside
         if inside.any():
             after = int(np.flatnonzero(inside)[-1]) + 1

@@ -1,12 +1,12 @@
 """A dataset on disk: shards, the manifest that describes them, and the checks at opening.
 
-    plan.json                     what is to be made, written before the first shard
-    shards/000000.safetensors     `tokens`, `loss_mask`, `lengths` of sequences, and a `digest` of how each begins
+    plan.json                     the plan, written before the first shard
+    shards/000000.safetensors     `tokens`, `loss_mask`, `lengths` of sequences, and a `digest` of each opening
     shards/000000.jsonl           the same sequences as text, one a line: {"messages": [...], ...}
-    manifest.json                 what has been made and which digests are held out, written after the last shard
+    manifest.json                 what was made and which digests are held out, written after the last shard
 
-Each file is whole or not there. Version 1 had the folders `train` and `heldout` in place of `shards`, and neither
-digests nor text: such a dataset still opens, its split fixed.
+Each file is complete or absent. Version 1 had the folders `train` and `heldout` instead of `shards`, without digests or
+text. Such a dataset still opens, with its fixed split.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _PROBE = "Hello, world! 3.14159\n\tdef f(x):\n        return x ** 2  # naÃ¯ve â€
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence of a shard: ``tokens [L]``, ``loss_mask [L]``, the digest of its opening, and the same as text."""
+    """One sequence of a shard: ``tokens [L]``, ``loss_mask [L]``, the digest of its opening, and its text."""
 
     tokens: Ints
     loss_mask: Ints
@@ -48,7 +48,7 @@ class Example:
 
 
 def tokenizer_fingerprint(target: LoadedTargetModel) -> str:
-    """SHA-256 over a tokenizer: its vocabulary, the tokens that end an answer, and its tokens for one text."""
+    """SHA-256 over a tokenizer: its vocabulary, its stop tokens, and its tokens for one sample text."""
     if target.tokenizer is None:
         raise DataError("This target was loaded without a tokenizer; load it from a folder that has one.")
     vocabulary = sorted(target.tokenizer.get_vocab().items())
@@ -57,7 +57,7 @@ def tokenizer_fingerprint(target: LoadedTargetModel) -> str:
 
 
 def dataset_fingerprint(sequences: Sequences) -> dict[str, int]:
-    """What tells one dataset from another."""
+    """Identifies a dataset."""
     tokens, mask = (zlib.crc32(array.tobytes()) for array in (sequences.tokens, sequences.loss_mask))
     return {"sequences": len(sequences), "tokens": len(sequences.tokens), "crc": tokens ^ (mask << 1)}
 
@@ -66,17 +66,17 @@ def dataset_fingerprint(sequences: Sequences) -> dict[str, int]:
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """Where the sequences of shard ``number`` are kept."""
+    """The file with the sequences of shard ``number``."""
     return folder / SHARDS / f"{number:06d}.safetensors"
 
 
 def text_path(folder: Path, number: int) -> Path:
-    """Where shard ``number`` is kept as text."""
+    """The file with the text of shard ``number``."""
     return shard_path(folder, number).with_suffix(".jsonl")
 
 
 def write_shard(folder: Path, number: int, examples: Sequence[Example]) -> None:
-    """Write both files of a shard, the sequences last; there may be no examples."""
+    """Write both files of a shard, the sequences last; ``examples`` may be empty."""
     lines = "".join(json_line(example.text) for example in examples)
     atomic_write(text_path(folder, number), lambda file: file.write_text(lines, encoding="utf-8"))
     arrays = {
@@ -89,17 +89,17 @@ def write_shard(folder: Path, number: int, examples: Sequence[Example]) -> None:
 
 
 def json_line(text: dict[str, Any]) -> str:
-    """One line of JSONL; what JSON cannot hold, such as a date of a hub dataset, becomes its text."""
+    """One line of JSONL; values that JSON lacks, such as dates in a hub dataset, become text."""
     line = json.dumps(text, ensure_ascii=False, default=str)
     try:
         line.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, in a key that nobody checked
+    except UnicodeEncodeError:  # a lone surrogate in some unchecked key
         line = json.dumps(text, default=str)
     return line + "\n"
 
 
 def write_manifest(folder: Path, description: dict[str, Any], rule: HeldoutRule) -> dict[str, Any]:
-    """Count the sequences of each split, and write the manifest unless it is there; returns it.
+    """Count the sequences of each split, and write the manifest if it changed; returns it.
 
     ``description`` must hold ``shards``, their number, and ``stop_tokens``, the target's.
     """
@@ -115,7 +115,7 @@ def write_manifest(folder: Path, description: dict[str, Any], rule: HeldoutRule)
 
 
 def change_split(folder: Path, rule: HeldoutRule) -> dict[str, Any]:
-    """Decide anew which conversations of a finished dataset are held out; returns its manifest.
+    """Change which conversations of a finished dataset are held out; returns its manifest.
 
     Raises ``DataError`` for a dataset of version 1, whose split is fixed.
     """
@@ -130,7 +130,7 @@ def change_split(folder: Path, rule: HeldoutRule) -> dict[str, Any]:
 
 
 def require_only_a_dataset(folder: Path) -> None:
-    """Raise ``DataError`` if ``folder`` has no plan of a dataset, but other files."""
+    """Raise ``DataError`` if ``folder`` has files but no plan of a dataset."""
     others = [] if (folder / PLAN).exists() else sorted(path.name for path in folder.glob("[!.]*"))
     if {MANIFEST, SHARDS, *SPLITS} & set(others):
         raise DataError(f"{folder} holds a dataset without its {PLAN}; choose an empty folder.")
@@ -139,7 +139,7 @@ def require_only_a_dataset(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed process was writing: files under temporary names."""
+    """Remove the temporary files that a killed process was writing."""
     for name in (".plan-*.json", ".manifest-*.json", f"{SHARDS}/.[0-9]*-*.safetensors", f"{SHARDS}/.[0-9]*-*.jsonl"):
         for file in list(folder.glob(name)):
             file.unlink()
@@ -161,11 +161,11 @@ def _count(sequences: Sequences, stops: Sequence[int]) -> dict[str, int]:
 
 
 def open_dataset(folder: Path, split: Split, target: LoadedTargetModel | None) -> Sequences:
-    """All sequences of one split, in the order in which they were prepared.
+    """All sequences of one split, in the order of preparation.
 
-    Checks first that ``target`` wrote them, unless it is ``None``; the fingerprint reads every weight, so a caller
-    that opens both splits checks once. Raises ``DataError`` for an unfinished or damaged
-    dataset, for an empty split, and for a dataset of another target or tokenizer.
+    Checks first that ``target`` wrote them, unless it is ``None``. The check reads every weight, so a caller that opens
+    both splits needs it only once. Raises ``DataError`` for an unfinished or damaged dataset, an empty split, and a
+    dataset of another target or tokenizer.
     """
     manifest = read_manifest(folder)
     if target is not None:
@@ -187,7 +187,7 @@ def open_dataset(folder: Path, split: Split, target: LoadedTargetModel | None) -
 
 
 def shard_sizes(folder: Path, split: Split) -> list[int]:
-    """How many sequences of a split each shard holds; they add up to those of :func:`open_dataset`, in its order."""
+    """How many sequences of a split each shard holds, in the order of :func:`open_dataset`."""
     return [len(part) for part in _split_shards(folder, read_manifest(folder), split)]
 
 
@@ -200,7 +200,7 @@ def _split_shards(folder: Path, manifest: dict[str, Any], split: Split) -> list[
 
 
 def shards_with_split(folder: Path, manifest: dict[str, Any]) -> list[tuple[Sequences, Ints]]:
-    """Of a dataset of version 2, each shard's sequences and which of them are held out, a boolean ``[N]``."""
+    """Each shard's sequences and which of them are held out, a boolean ``[N]``; for datasets of version 2."""
     parts = [read_shard(shard_path(folder, number)) for number in range(manifest["shards"])]
     held = is_heldout(np.concatenate([digests for _, digests in parts]), HeldoutRule(**manifest["heldout"]))
     ends = np.cumsum([len(sequences) for sequences, _ in parts])[:-1]
@@ -208,7 +208,7 @@ def shards_with_split(folder: Path, manifest: dict[str, Any]) -> list[tuple[Sequ
 
 
 def read_shard(path: Path) -> tuple[Sequences, Ints]:
-    """A shard's sequences and their digests ``[N]``; of version 1, which has none, zeros.
+    """A shard's sequences and their digests ``[N]``, which are zeros in version 1.
 
     Raises ``DataError`` if the file is missing or damaged.
     """
@@ -253,7 +253,7 @@ def _require_integers(values: dict[str, Any], *names: str) -> None:
 
 
 def read_description(path: Path, versions: Sequence[int] = (VERSION,)) -> dict[str, Any]:
-    """A plan or a manifest of this format and of one of ``versions``."""
+    """A plan or a manifest, required to be of this format and one of ``versions``."""
     try:
         value = read_json(path)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Several datasets of one target as one, such as greedy responses and sampled ones, or two machines' work."""
+"""Join several datasets of one target, such as greedy and sampled responses or the work of two machines."""
 
 import shutil
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from .split import HeldoutRule
 
 
 def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None) -> dict[str, Any]:
-    """Copy the shards of the datasets in ``folders`` into the new one ``out``, in their order; returns its manifest.
+    """Copy the shards of the datasets in ``folders``, in order, into the new dataset ``out``; returns its manifest.
 
-    ``heldout`` decides which conversations are held out, ``None`` as in the first dataset. It goes by how a
-    conversation opens, so the same request is in the same split wherever it comes from.
+    ``heldout`` decides which conversations are held out; ``None`` keeps the first dataset's rule. It depends on a
+    conversation's opening alone, so the same request is in the same split in every dataset.
 
-    Raises ``DataError`` for fewer than two datasets, for one that is unfinished, of format version
-    1, or of another target or tokenizer than the first, and if ``out`` holds something.
+    Raises ``DataError`` for fewer than two datasets, for one that is unfinished, of format version 1, or of another
+    target or tokenizer than the first, and if ``out`` is not empty.
     """
     if len(folders) < 2:
         raise DataError(f"Joining takes two datasets or more, got {len(folders)}.")

@@ -1,7 +1,7 @@
-"""Which token can stand for "not yet drafted": one that no text uses.
+"""Choosing a mask token, which stands for "not yet drafted": one that no text uses.
 
-A drafter reads the mask's embedding at every position that it drafts. A token that also occurs in text would mean two
-things at once, and the drafter learns that only as lost acceptance.
+A drafter reads the mask's embedding at every position that it drafts. A token that also occurs in text would have two
+meanings, which costs acceptance.
 """
 
 import logging
@@ -24,7 +24,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class UnusedToken:
-    """An id that no text uses; ``text`` is ``None`` where the tokenizer has no token for it."""
+    """An id that no text uses; ``text`` is ``None`` if the tokenizer has no token for it."""
 
     id: int
     text: str | None
@@ -34,10 +34,10 @@ class UnusedToken:
 
 
 def unused_tokens(target: LoadedTargetModel, *dataset: Sequences) -> list[UnusedToken]:
-    """Tokens of ``target`` that may be a mask, best first: masks, reserved ones, ids without text, others.
+    """Tokens of ``target`` that can serve as mask, best first: masks, reserved ones, ids without text, others.
 
-    Left out are tokens that end answers, tokens that the chat template names, and those of ``dataset``. Raises
-    ``DataError`` if the target was loaded without a tokenizer.
+    Stop tokens, tokens named in the chat template, and tokens of ``dataset`` are left out. Raises ``DataError`` if the
+    target was loaded without a tokenizer.
     """
     tokenizer = _tokenizer(target)
     added = {number: str(token) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
@@ -61,9 +61,9 @@ def unused_tokens(target: LoadedTargetModel, *dataset: Sequences) -> list[Unused
 
 
 def require_unused(mask_token_id: int, target: LoadedTargetModel, *dataset: Sequences) -> None:
-    """Check that no sequence of ``dataset`` holds the mask, and warn where it is a token of ordinary text.
+    """Check that no sequence of ``dataset`` holds the mask, and warn if it is a token of ordinary text.
 
-    Raises ``DataError``, naming tokens that are not used, for a mask that is.
+    Raises ``DataError``, with unused tokens named, for a mask that occurs.
     """
     count = sum(int((sequences.tokens == mask_token_id).sum()) for sequences in dataset)
     if count:
@@ -81,7 +81,7 @@ def require_unused(mask_token_id: int, target: LoadedTargetModel, *dataset: Sequ
 
 
 def suggestion(target: LoadedTargetModel, *dataset: Sequences) -> str:
-    """The first unused tokens in words, for messages: ``one of '<|mask|>' (4), 1030 (no text)``."""
+    """The first unused tokens, for messages: ``one of '<|mask|>' (4), 1030 (no text)``."""
     unused = unused_tokens(target, *dataset)
     if not unused:
         return "a token that no text uses (this tokenizer reserves none)"
@@ -90,7 +90,7 @@ def suggestion(target: LoadedTargetModel, *dataset: Sequences) -> str:
 
 
 def _used_by_the_tokenizer(target: LoadedTargetModel) -> set[int]:
-    """Tokens that begin, end, separate or fill texts."""
+    """The tokenizer's functional tokens: start, end, separator, padding."""
     tokenizer = _tokenizer(target)
     names = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
     numbers = (getattr(tokenizer, name, None) for name in names)

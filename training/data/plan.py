@@ -1,4 +1,4 @@
-"""What goes into a dataset, decided before the target writes a word."""
+"""The plan of a dataset: its conversations, chosen before the target writes anything."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ SHORTEST_RESPONSE = 2
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What a dataset is made of. Lengths are in tokens.
+    """Settings of a dataset. Lengths are in tokens.
 
-    A response is cut at ``max_tokens``, or where its sequence reaches ``max_length``; given sequences longer than
-    that are dropped. ``temp`` 0 is greedy; ``top_p``, ``min_p`` and ``top_k`` 0 are off. ``shard_size`` conversations
-    go into one file. With ``regenerate`` the target writes given last responses anew; at ``temp`` 0 a response that is
+    A response is cut at ``max_tokens`` or where its sequence reaches ``max_length``; longer given sequences are
+    dropped. ``temp`` 0 is greedy; 0 turns ``top_p``, ``min_p`` and ``top_k`` off. A file holds ``shard_size``
+    conversations. With ``regenerate`` the target rewrites given last responses; at ``temp`` 0 a response that is
     already its own costs one pass. Raises ``DFlashError`` for values out of range.
     """
 
@@ -49,7 +49,7 @@ class PrepareSettings:
 
     @property
     def decoding(self) -> DecodeOptions:
-        """How the target writes. Raises ``GenerationError`` for values out of range."""
+        """How the target generates. Raises ``GenerationError`` for values out of range."""
         return DecodeOptions(
             self.max_tokens, temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k, seed=self.seed
         )
@@ -65,7 +65,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """The conversations that are used, as messages and as tokens, and how many were dropped and why."""
+    """The conversations to use, as messages and as tokens, and counts of the dropped ones by reason."""
 
     conversations: list[Conversation]
     rows: list[Row]
@@ -88,7 +88,7 @@ class Plan:
 
 
 def make_plan(conversations: Sequence[Conversation], target: LoadedTargetModel, settings: PrepareSettings) -> Plan:
-    """Tokenize all conversations; leave out those that repeat a prompt and those that cannot be used.
+    """Tokenize all conversations, without those that repeat a prompt or cannot be used.
 
     Raises ``DataError`` if none is left.
     """
@@ -121,5 +121,5 @@ def make_plan(conversations: Sequence[Conversation], target: LoadedTargetModel, 
 
 
 def longest_sequence(target: LoadedTargetModel, settings: PrepareSettings) -> int:
-    """Most tokens of a sequence: what was asked for, or what the target can read if that is less."""
+    """The longest sequence allowed: the setting, or the target's context if that is shorter."""
     return min(settings.max_length, target.max_length or settings.max_length)

@@ -1,9 +1,8 @@
-"""A training dataset: every conversation as tokens, its response written by the target, in resumable shards.
+"""Preparing a training dataset: conversations as tokens with responses written by the target, in resumable shards.
 
-The settings, the conversations and the target decide which conversation goes into which shard, and a shard's
-randomness comes from the seed and the shard alone. All that is written down before the work starts, so a run that
-was killed at any moment continues, without its unfinished shard, to the same bytes. (On the same machine and
-versions: elsewhere logits round differently, and two tokens that nearly tie can swap.)
+Settings, conversations and target determine the contents of every shard, and a shard's randomness depends on the seed
+and its number alone. The plan is written first, so a run killed at any moment continues from its last complete shard to
+the same bytes, on the same machine and versions. (Elsewhere logits round differently, and near ties can swap.)
 """
 
 import logging
@@ -57,19 +56,19 @@ def prepare(
     source: str = "",
     heldout: HeldoutRule | None = None,
 ) -> dict[str, Any]:
-    """Make the dataset in ``folder``, or what is left of it; returns its manifest.
+    """Make the dataset in ``folder``, or the shards that are missing; returns its manifest.
 
-    ``heldout`` decides which conversations are kept for evaluation, ``None`` as it was decided before or, in a new
-    dataset, by the rule's defaults; it can change without the target writing again.
+    ``heldout`` decides which conversations are held out; ``None`` keeps the dataset's rule, or takes the default rule
+    for a new one. The rule can change without new responses.
 
-    Raises ``DataError`` if the folder holds other files, or a dataset of other settings,
-    conversations or another target, if nothing is left to train on, or if the folder cannot be written, and
-    ``DFlashError`` if another process is writing to it.
+    Raises ``DataError`` if the folder holds other files or a dataset of other settings, conversations or another
+    target, if nothing is left to train on, or if writing fails, and ``DFlashError`` if another process is writing to
+    it.
     """
     settings.decoding.check_vocabulary(target.vocab_size)
     require_only_a_dataset(folder)
     with _writing_to(folder), exclusive_lock(folder):
-        tempfile.TemporaryFile(dir=folder).close()  # hours later would be a bad time to find out
+        tempfile.TemporaryFile(dir=folder).close()  # better now than hours later
         return _prepare(conversations, target, settings, folder, source, heldout)
 
 
@@ -116,7 +115,7 @@ def _writing_to(folder: Path) -> Iterator[None]:
 
 
 def _start(folder: Path, description: dict[str, Any]) -> None:
-    """Write the plan down, or check that the one there is this one, and remove what a killed process left."""
+    """Write the plan, or check it against the existing one, and remove a killed process's temporary files."""
     path = folder / PLAN
     if path.exists():
         difference = _difference(read_description(path), description)
@@ -140,7 +139,7 @@ _WHAT_DIFFERS = {
 
 
 def _difference(begun: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first thing in which two plans differ, in words."""
+    """The first difference between two plans, in words."""
     for name, value in now["settings"].items():
         before = begun.get("settings", {}).get(name)
         if before != value:
@@ -149,7 +148,7 @@ def _difference(begun: dict[str, Any], now: dict[str, Any]) -> str | None:
 
 
 def _write_shards(plan: Plan, target: LoadedTargetModel, settings: PrepareSettings, folder: Path) -> None:
-    """Write every shard that is not there."""
+    """Write every missing shard."""
     work = [
         shard
         for shard in plan.shards(settings.shard_size)
@@ -172,7 +171,7 @@ def _written(
     settings: PrepareSettings,
     folder: Path,
 ) -> Iterator[None]:
-    """Write shards, with a step for every sequence."""
+    """Write shards; yields once per sequence."""
     for number, conversations, rows in work:
         begin = time.monotonic()
         examples: dict[int, Example] = {}
@@ -187,7 +186,7 @@ def _written(
 
 
 def _as_text(conversation: Conversation, row: Row, tokens: Ints, target: LoadedTargetModel) -> dict[str, Any]:
-    """A line of a shard's text: messages, why the target ended its response (in mlx-lm's words), the prompt's keys."""
+    """A line of a shard's text: messages, mlx-lm's ``finish_reason``, and the prompt's other keys."""
     if row.loss_mask is not None:
         return {"messages": list(conversation.messages)} | conversation.extra
     response = tokens[len(row.tokens) :].tolist()

@@ -1,7 +1,7 @@
-"""Responses that a target writes itself, many at a time.
+"""Responses written by the target, many at a time.
 
-Drafts save decoding: one pass over a draft shows how much of it is the target's own greedy choice, and only the rest
-is decoded.
+A draft of a response saves decoding: one pass over it shows which prefix is the target's own greedy choice, and only
+the rest is decoded.
 
 Shapes: R rows of a batch, L length, S draft tokens, E hidden size.
 """
@@ -29,14 +29,14 @@ from .plan import PrepareSettings, longest_sequence
 from .sequences import Ints, Sequences, pad_batch, plan_batches
 
 _SHORTEST_PREFIX = 8
-"""Tokens of a template that are read once for all prompts, such as those of a system prompt."""
+"""The fewest common tokens (of a system prompt, say) that are worth a pass of their own."""
 
 _PROMPTS_PER_PASS = 32
 _ENDED_PART = 8
-"""Rows leave a batch when one in so many has ended."""
+"""Rows leave a batch once one in this many has ended."""
 
 _POSITIONS_PER_PASS = 512
-"""Positions whose logits are computed at a time: with a large vocabulary a whole response's would not fit."""
+"""Positions whose logits are computed at a time; a whole response's may not fit in memory."""
 
 
 def generate_responses(
@@ -48,12 +48,11 @@ def generate_responses(
     sampler: Callable[[mx.array], mx.array] | None = None,
     shared_prefix: int = 0,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Number of a prompt and the target's response, each as soon as it is complete.
+    """The number of each prompt with the target's response, as soon as it is complete.
 
     A response ends with its stop token, unless it was cut at its ``max_tokens``. Decoding is greedy without a
-    ``sampler``. The same prompts in the same batches give the same responses; with a sampler that draws from MLX's
-    random state, from the same seed. All prompts must begin with the same ``shared_prefix`` tokens; these are read
-    once.
+    ``sampler``. The same prompts in the same batches give the same responses, with a sampler if MLX's random state is
+    the same. All prompts must begin with the same ``shared_prefix`` tokens, which are read only once.
     """
     stops = frozenset(stops)
     written: list[list[int]] = [[] for _ in prompts]
@@ -66,7 +65,7 @@ def generate_responses(
     )
     try:
         while waiting or numbers:
-            # A change of the rows copies all caches, so rows that have ended go on until there are enough of them.
+            # Changing the rows copies all caches, so rows that have ended stay until there are enough of them.
             if len(ended) * _ENDED_PART >= len(numbers) + len(ended):
                 generator.remove(ended)
                 ended = []
@@ -91,7 +90,7 @@ def generate_responses(
 
 
 def _read_prefix(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
-    """A cache in which ``tokens`` have been read."""
+    """A cache that contains ``tokens``."""
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([list(tokens)]), cache=cache), [layer.state for layer in cache])
     return cache
@@ -103,9 +102,9 @@ def accepted_prefixes(
     drafts: Sequence[list[int]],
     batch_tokens: int = 2048,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Number of each draft and its longest prefix that is the target's own greedy response; no draft may be empty.
+    """The number of each draft with its longest prefix that the target would write greedily; no draft may be empty.
 
-    The passes have another shape than decoding's, so that a near tie may fall the other way.
+    The passes are of another shape than decoding's, so near ties can fall the other way.
     """
     if not drafts:
         return
@@ -125,9 +124,9 @@ def accepted_prefixes(
 def answer_rows(
     rows: Sequence[Row], target: LoadedTargetModel, settings: PrepareSettings, name: str
 ) -> Iterator[tuple[int, Ints, Ints]]:
-    """Number, tokens ``[L]`` and loss mask ``[L]`` of every row, as soon as its response is there.
+    """Number, tokens ``[L]`` and loss mask ``[L]`` of every row, as soon as its response is complete.
 
-    The target writes the responses that are missing; random numbers depend on ``settings.seed`` and ``name`` only.
+    The target writes missing responses; random numbers depend on ``settings.seed`` and ``name`` only.
     """
     mx.random.seed(int.from_bytes(hashlib.sha256(f"{settings.seed} {name}".encode()).digest()[:8], "big"))
     unanswered = []
@@ -145,7 +144,7 @@ def answer_rows(
 def _write_responses(
     rows: Sequence[Row], target: LoadedTargetModel, settings: PrepareSettings
 ) -> Iterator[tuple[int, list[int]]]:
-    """Number and response of every row; of a draft only what follows its accepted prefix is decoded."""
+    """Number and response of every row; after a draft's accepted prefix only the rest is decoded."""
     longest, stops = longest_sequence(target, settings), target.stop_token_ids()
     prompts = [row.tokens.tolist() for row in rows]
     most = [min(settings.max_tokens, longest - len(prompt)) for prompt in prompts]
@@ -177,7 +176,7 @@ def _write_responses(
 
 
 def _shared_prefix(texts: Sequence[list[int]]) -> int:
-    """How many tokens all texts begin with, but the last of each; 0 if these are too few to be worth a pass."""
+    """The length of the prefix that all texts share, short of any last token; 0 if it is not worth a pass."""
     same = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
     length = min(sum(1 for _ in same), min(map(len, texts)) - 1)
     return length if length >= _SHORTEST_PREFIX and len(texts) > 1 else 0
@@ -190,7 +189,7 @@ def _through_stop(stops: Collection[int], tokens: Ints) -> list[int]:
 
 
 def require_batches(target: LoadedTargetModel) -> None:
-    """Raise ``DataError`` unless mlx-lm can decode several sequences of this target at once."""
+    """Raise ``DataError`` unless mlx-lm can batch sequences of this target."""
     for i, cache in enumerate(make_prompt_cache(target.model)):
         if not hasattr(cache, "merge"):
             raise DataError(

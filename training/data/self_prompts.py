@@ -1,8 +1,8 @@
-"""Requests that a target makes up itself, so that a drafter needs no data.
+"""Requests written by the target itself, so that a drafter needs no data.
 
-An instruct model that is given its chat template up to where the user would speak goes on as a user would (Magpie,
-arXiv:2406.08464). The requests are sampled in rounds. A round's randomness comes from the seed and its number alone,
-and whole rounds are added to the file, so that a killed run continues to the same bytes.
+Given its chat template up to the user's message, an instruct model continues as a user would (Magpie,
+arXiv:2406.08464). Requests are sampled in rounds. A round's randomness depends on the seed and its number alone, and
+rounds are added to the file one by one, so a killed run continues to the same bytes.
 """
 
 import hashlib
@@ -29,18 +29,17 @@ from .dataset import json_line
 from .responses import generate_responses, require_batches
 
 FRUITLESS_ROUNDS = 20
-"""Rounds without a new request after which the target counts as unable to make up more."""
+"""After this many rounds without a new request, the target counts as unable to write more."""
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How requests are made up. ``round_size`` are sampled from one seed, ``batch_size`` of them at a time.
+    """How requests are written. A round samples ``round_size`` of them, ``batch_size`` at a time.
 
-    Tokens less probable than ``min_p`` of the most probable one are never drawn: what a small model says in its
-    worst moments is no request. (Nucleus sampling would sort the vocabulary for every token.)
-    ``begins`` are words that requests begin with; each is used in turn, and an empty one leaves the target free.
-    ``system`` takes the place of the template's own system prompt. Raises ``DFlashError`` for
-    values out of range.
+    Tokens less probable than ``min_p`` times the most probable one are never sampled, which keeps a small model from
+    writing nonsense. (Nucleus sampling would sort the vocabulary for every token.) ``begins`` are beginnings of
+    requests, used alternately; an empty one leaves the target free. ``system`` replaces the template's system prompt.
+    Raises ``DFlashError`` for values out of range.
     """
 
     max_tokens: int = 256
@@ -62,18 +61,18 @@ class PromptSettings:
 
     @property
     def decoding(self) -> DecodeOptions:
-        """How the target writes."""
+        """How the target generates."""
         return DecodeOptions(self.max_tokens, temp=self.temp, min_p=self.min_p, seed=self.seed)
 
 
 def write_prompts(target: LoadedTargetModel, count: int, path: Path, settings: PromptSettings) -> dict[str, int]:
-    """Write ``count`` different requests to the JSONL file ``path``, or what is left of them.
+    """Write ``count`` different requests to the JSONL file ``path``, or the remaining ones.
 
-    Returns how many ``requests`` there are, how many were ``sampled``, and how many of these were dropped and why.
-    The folder ``PATH.work`` beside the file holds what resuming needs; with a higher ``count`` more are added.
+    Returns the numbers of ``requests`` and of those ``sampled``, and of the dropped ones by reason. The folder
+    ``PATH.work`` next to the file holds the state for resuming; a higher ``count`` adds requests.
 
-    Raises ``DataError`` if the target has no chat template, the file was begun with other
-    settings or another target, or the target makes up nothing new any more.
+    Raises ``DataError`` if the target has no chat template, the file was started with other settings or another target,
+    or the target writes nothing new any more.
     """
     if count < 1:
         raise DataError(f"count must be at least 1, got {count}.")
@@ -92,9 +91,9 @@ def write_prompts(target: LoadedTargetModel, count: int, path: Path, settings: P
 
 
 def user_turn(target: LoadedTargetModel, system: str | None = None) -> tuple[list[int], frozenset[int]]:
-    """Tokens up to where the user speaks, and those that end what the user says.
+    """The tokens before the user's message, and the set of tokens that end it.
 
-    Raises ``DataError`` where the chat template does not show them.
+    Raises ``DataError`` if the chat template does not show them.
     """
     tokenizer = target.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
@@ -117,7 +116,7 @@ def user_turn(target: LoadedTargetModel, system: str | None = None) -> tuple[lis
 
 @dataclass
 class _State:
-    """What was made so far: the file's size, and ``surplus`` requests of the last round that were not asked for."""
+    """Progress so far: the file's size, counts, and the last round's ``surplus`` beyond the requests asked for."""
 
     rounds: int = 0
     bytes: int = 0
@@ -138,7 +137,7 @@ def _new_requests(
     state: _State,
     requests: list[str],
 ) -> Iterator[str]:
-    """Add rounds to the file until it holds ``count`` requests; ``requests`` are those in it."""
+    """Add rounds to the file, which holds ``requests``, until it holds ``count``."""
     there, fruitless = len(requests), 0
     known = {_key(request) for request in requests + state.surplus}
     begun = _description(target, settings)
@@ -162,7 +161,7 @@ def _new_requests(
 
 
 def _kept(found: list[str | None], known: set[str], state: _State) -> Iterator[str]:
-    """The requests to keep; ``known`` and the counts of ``state`` follow."""
+    """The requests to keep; updates ``known`` and the counts of ``state``."""
     for request in found:
         if request is None:
             state.unfinished += 1
@@ -178,7 +177,7 @@ def _kept(found: list[str | None], known: set[str], state: _State) -> Iterator[s
 def _sample_round(
     target: LoadedTargetModel, prefix: list[int], stops: frozenset[int], settings: PromptSettings, number: int
 ) -> list[str | None]:
-    """One round's requests in order; ``None`` where the target did not come to an end."""
+    """One round's requests in order; ``None`` for those that the target did not finish."""
     mx.random.seed(int.from_bytes(hashlib.sha256(f"{settings.seed} round {number}".encode()).digest()[:8], "big"))
     begins = [settings.begins[i % len(settings.begins)] for i in range(settings.round_size)]
     tokens = {begin: target.tokenizer.encode(begin, add_special_tokens=False) for begin in settings.begins}
@@ -197,14 +196,14 @@ def _sample_round(
     return written
 
 
-# --- what is worth asking -----------------------------------------------------------------------------------
+# --- suitable requests --------------------------------------------------------------------------------------
 
 SHORTEST, FEWEST_WORDS, FEWEST_DIFFERENT = 12, 3, 0.4
 _NOT_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ufffd\ue000-\uf8ff]|<\|")
 
 
 def unsuitable(request: str) -> bool:
-    """Whether a request is too short, holds what is not text, or says the same words over and over."""
+    """Whether a request is too short, repetitive, or contains characters that are not text."""
     words = request.casefold().split()
     return (
         len(request) < SHORTEST
@@ -215,7 +214,7 @@ def unsuitable(request: str) -> bool:
 
 
 def _key(request: str) -> str:
-    """Equal for requests that differ in case, signs and spaces only."""
+    """Equal for requests that differ only in case, punctuation and spaces."""
     return re.sub(r"\W+", " ", request.casefold()).strip()
 
 
@@ -223,7 +222,7 @@ def _key(request: str) -> str:
 
 
 def _resume(path: Path, target: LoadedTargetModel, settings: PromptSettings) -> tuple[_State, list[str]]:
-    """The state of a file that may have been begun, and the requests in it; what a killed round left is removed."""
+    """The state of the file and its requests, without the remains of a killed round; new if there is no file."""
     now = _description(target, settings)
     if not path.exists():
         write_json(_state_path(path), {"begun": now, "state": asdict(_State())})

@@ -1,7 +1,7 @@
-"""Token sequences with a loss mask, and how they are put into batches.
+"""Token sequences with a loss mask, and their batches.
 
-A sequence is a whole conversation, prompt first. A batch holds sequences of similar length, padded on the right
-to the longest, so that no sequence ever sees another one; 0.4 % of the bundled target's batches is padding.
+A sequence is a whole conversation, prompt first. A batch holds sequences of similar length, padded on the right to the
+longest, so no sequence sees another one.
 
 Shapes: N sequences, L length of one, T tokens of all.
 """
@@ -16,7 +16,7 @@ Ints = np.ndarray
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences end to end: ``tokens [T]`` (int32), ``loss_mask [T]``, true on responses, and ``lengths [N]``."""
+    """Concatenated sequences: ``tokens [T]`` (int32), ``loss_mask [T]``, true on responses, and ``lengths [N]``."""
 
     tokens: Ints
     loss_mask: Ints
@@ -47,7 +47,7 @@ class Sequences:
         return Sequences(self.tokens[inside], self.loss_mask[inside], self.lengths[kept])
 
     def first(self, count: int | None) -> "Sequences":
-        """The first ``count`` sequences, all without a count."""
+        """The first ``count`` sequences, or all if it is ``None``."""
         return self if count is None or count >= len(self) else self.select(np.arange(len(self)) < count)
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Which conversations are held out for evaluation: a rule over digests, applied when a dataset is opened.
+"""The held-out split: a rule over digests of conversations, applied when a dataset is opened.
 
-Since a digest is of the conversation's opening alone, a conversation is on the same side for every target, tokenizer
-and file, conversations that begin alike stay together, and the rule can change without the target writing again.
+A digest depends on a conversation's opening alone. So a conversation is on the same side for every target, tokenizer
+and file, conversations with the same opening stay together, and the rule can change without new responses.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 class HeldoutRule:
     """Hold out the lowest ``percent`` of all possible digests, and at least ``at_least`` conversations.
 
-    The conversations that fill up to ``at_least`` are those with the next digests, but never all: of one conversation
-    none is held out for its sake. A ``percent`` of 0 holds out none.
+    Conversations with the next digests fill up to ``at_least``, but never all conversations: a single one is not held
+    out. A ``percent`` of 0 holds out none.
 
     Raises ``DataError`` for values out of range.
     """

@@ -1,4 +1,4 @@
-"""A dataset as people read it: its conversations, with what the target wrote."""
+"""A dataset as text: its conversations with the target's responses."""
 
 import json
 from collections.abc import Iterator

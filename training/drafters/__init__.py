@@ -1,5 +1,5 @@
 """Stage 4: from a drafter to its loss.
 
-In order: ``init`` (new weights), ``forward`` (all blocks of a batch), ``attention`` (what a block sees),
-``targets`` (what it should predict), ``objectives`` (how a prediction is scored), ``loss`` (of a batch).
+In order: ``init`` (new weights), ``forward`` (all blocks of a batch), ``attention`` (of blocks to their context),
+``targets`` (of each position), ``objectives`` (losses of predictions), ``loss`` (of a batch).
 """

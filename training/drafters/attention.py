@@ -1,16 +1,14 @@
-"""Attention of many drafter blocks to the contexts of their sequences, without a dense mask over everything.
+"""Attention of many drafter blocks to the contexts of their sequences, without one dense mask.
 
-Each block sees the features of its own sequence before its anchor, and itself; no block sees another one.
-As one masked attention over `[context, all blocks]` that computes `A * B * (S + A * B)` scores a sequence
-and head, most of them only to be masked. Here it is at most `A * B * (S + B)`: scores against the context, which
-all blocks of a sequence share, and scores inside each block, under one softmax. And blocks are taken
-`M = 16` anchors at a time, against the context from the first position that one of them sees to the last. For
-sorted anchors spread evenly over a whole sequence that leaves `A * B * (S / 2 + M * S / (2 * A) + B)` scores: at
-S 2048, A 256 and B 16 18 % of the dense mask's. Of a sliding layer it leaves its window.
+Each block sees the features of its own sequence before its anchor, and itself; no block sees another one. One masked
+attention over `[context, all blocks]` would compute `A * B * (S + A * B)` scores per sequence and head, most of them
+masked. Here there are at most `A * B * (S + B)`: scores against the context, which the blocks of a sequence share, and
+scores inside each block, under one softmax. Blocks are processed in tiles of `M` anchors, against the part of the
+context that a block of the tile sees. For sorted anchors spread evenly over a sequence that leaves
+`A * B * (S / 2 + M * S / (2 * A) + B)` scores; a sliding layer computes only its window.
 
-Only `M * B * (S + B)` of the scores exist at any time, forward or backward: the backward pass computes the
-weights of each tile again from the logarithm of its softmax's sum (FlashAttention, arXiv:2205.14135), and one
-tile waits for the one before it.
+Only `M * B * (S + B)` scores exist at any time, forward or backward: the backward pass recomputes the weights of each
+tile from the logarithm of its softmax's sum (FlashAttention, arXiv:2205.14135), and each tile waits for the one before.
 
 Shapes: N sequences, S context length, A anchors a sequence, M anchors of a tile, B block size, H query heads,
 K key-value heads, G query heads a key-value head, X = G * B, D head size.
@@ -27,14 +25,14 @@ from einops import rearrange
 from dflash.core.cpu_math import shifted_exp
 
 _HIDDEN = -1e9
-_ANCHORS_AT_ONCE = 16  # took 3 to 14 % less CPU time than 32, which took less than 64; memory grows with it
+_ANCHORS_AT_ONCE = 16  # larger tiles compute more masked scores and take more memory
 
 Arrays = tuple[mx.array, ...]
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Neighbouring anchors ``[first:last]`` and the context ``[start:stop]`` that at least one of them sees."""
+    """Neighbouring anchors ``[first:last]`` and the context ``[start:stop]`` visible to at least one of them."""
 
     first: int
     last: int
@@ -48,17 +46,16 @@ class _Tile:
         return x_NKSD[:, :, self.start : self.stop]
 
     def into_context(self, x_NKSD: mx.array, context: int) -> mx.array:
-        """Zeros around ``[start:stop]``: context that no query of the tile sees gets no gradient from it."""
+        """Zeros around ``[start:stop]``: the rest of the context gets no gradient from this tile."""
         return mx.pad(x_NKSD, [(0, 0), (0, 0), (self.start, context - self.stop), (0, 0)])
 
 
 def _tiles(anchors_NA: np.ndarray, window: int | None) -> Iterator[_Tile]:
     """All anchors, a tile at a time.
 
-    Rows of a tile may be padded on both sides, with context that some blocks do not see (:func:`context_mask` hides
-    it) and with repeated anchors that only fill a row (they are computed, and count nowhere). ``stop`` is the last
-    anchor itself, which is not visible, but never less than ``start + 1``: a block at position 0 has no context, and
-    a softmax over no columns has no largest score.
+    A tile includes context that some of its blocks do not see, which :func:`context_mask` hides, and repeated anchors
+    that pad a row, which count nowhere. ``stop`` is the last anchor, which is not visible itself, but at least
+    ``start + 1``: a block at position 0 has no context, and a softmax over no columns has no maximum.
     """
     for first in range(0, anchors_NA.shape[1], _ANCHORS_AT_ONCE):
         some = anchors_NA[:, first : first + _ANCHORS_AT_ONCE]
@@ -155,9 +152,9 @@ def block_attention(
 ) -> mx.array:
     """Attention output ``[N * A, H, B, D]``.
 
-    ``queries`` is ``[N * A, H, B, D]``, ``keys`` and ``values`` of the blocks ``[N * A, K, B, D]``, of the
-    context ``[N, K, S, D]``. Inside a block attention is bidirectional unless ``causal``. Any order of
-    anchors is right, a sorted one is quick; they are read here, so they cannot be traced by ``mx.compile``.
+    ``queries`` is ``[N * A, H, B, D]``, ``keys`` and ``values`` of the blocks ``[N * A, K, B, D]``, of the context
+    ``[N, K, S, D]``. Inside a block attention is bidirectional unless ``causal``. Anchors may be in any order; sorted
+    ones are faster. They are read here, so ``mx.compile`` cannot trace them.
     """
     (n, _), (heads, size, head_size) = anchors_NA.shape, queries.shape[1:]
     groups, context = heads // keys.shape[1], context_keys.shape[2]
@@ -165,7 +162,7 @@ def block_attention(
     attention = _Attention(size, window, causal)
 
     def waiting(done: list[Arrays], tile: _Tile, arrays: Arrays, *of_blocks: mx.array) -> Arrays:
-        """What a tile reads, none of it before the last of ``done`` is computed."""
+        """A tile's inputs, delayed until the last of ``done`` is computed."""
         inputs = [anchors_NA[:, tile.first : tile.last], *(tile.of_blocks(x) for x in arrays[:3])]
         inputs += [*(tile.of_context(x) for x in arrays[3:]), *(tile.of_blocks(x) for x in of_blocks)]
         return tuple(mx.depends(inputs, list(done[-1])) if done else inputs)

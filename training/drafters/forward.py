@@ -1,4 +1,4 @@
-"""The drafter's own layers over many blocks a sequence, in one pass over the frozen target's features.
+"""The drafter's layers over many blocks of each sequence in one pass.
 
 Shapes: N sequences, S sequence length, A anchors a sequence, B positions of a block, E hidden size, F feature size.
 """
@@ -27,10 +27,10 @@ def draft_hidden(
     attention: BlockAttention = block_attention,
     grad_checkpoint: bool = False,
 ) -> mx.array:
-    """Final hidden states ``[N, A, B, E]`` of the blocks at ``anchors_NA`` that hold ``drafts`` each.
+    """Final hidden states ``[N, A, B, E]`` of the blocks at ``anchors_NA`` with ``drafts`` drafts each.
 
-    The drafter's own forward, with the blocks of all sequences in one batch. With
-    ``grad_checkpoint`` the backward pass computes each layer again instead of keeping what is inside it.
+    The drafter's own forward pass, with the blocks of all sequences in one batch. With ``grad_checkpoint`` the backward
+    pass recomputes each layer instead of keeping its intermediate values.
     """
     config, (n, a) = model.config, anchors_NA.shape
     context = model.context(features_NSF)

@@ -1,4 +1,4 @@
-"""The drafter that a run trains: a new one for its target, or one that exists already."""
+"""The drafter that a run trains: a new one for its target, or an existing one."""
 
 import dataclasses
 import logging
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConfig:
-    """The config of the drafter that ``shape`` describes for ``target``; what it leaves open is as in the target.
+    """The config of the drafter that ``shape`` describes for ``target``; unset sizes are the target's.
 
-    Raises ``TrainingError`` for what the target does not say either and for options that the
-    kind does not have, ``DFlashError`` for an unknown kind or a drafter that cannot be loaded.
+    Raises ``TrainingError`` for a size that the target does not state either and for options that the kind lacks, and
+    ``DFlashError`` for an unknown kind or a drafter that cannot be loaded.
     """
     if shape.from_ is not None:
         return _existing(shape, target).config
@@ -66,7 +66,7 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
 
 
 def _options(shape: DrafterShape, kind: type[Any], given: Collection[str]) -> dict[str, Any]:
-    """The kind's own keys: those of the recipe, which may name any key but those ``given``, else the usual ones."""
+    """The kind's own keys: its usual values, overridden by the recipe, which may not name those ``given``."""
     known = {field.name for field in dataclasses.fields(kind.config_class)}.difference(given)
     for name in shape.options:
         if name not in known:
@@ -94,9 +94,9 @@ def mask_token_id(mask_token: int | str | None, target: LoadedTargetModel) -> in
 def new_drafter(shape: DrafterShape, target: LoadedTargetModel, sequences: Sequences | None = None) -> DFlashDraftModel:
     """The drafter that ``shape`` describes, bound to ``target``, with float32 weights.
 
-    ``sequences``, the training split, tell which tokens are frequent, for a new drafter of a part of the vocabulary.
-    Weights are those of the drafter ``shape.from_``, or drawn from ``shape.seed``, smaller where they feed the
-    residual. What the kind adds to DFlash starts as its modules make it. Raises as :func:`drafter_config` does.
+    ``sequences``, the training split, give the token frequencies for a new drafter with a reduced vocabulary. Weights
+    come from the drafter ``shape.from_`` or are sampled from ``shape.seed``, smaller where they feed the residual. What
+    the kind adds to DFlash is initialised by its own modules. Raises as :func:`drafter_config` does.
     """
     if shape.from_ is not None:
         return _existing(shape, target)
@@ -143,11 +143,11 @@ def _trainable_class(kind: str) -> type[Any]:
 
 SHAPE = ("num_hidden_layers", "block_size", "target_layer_ids", "intermediate_size", "num_attention_heads",
          "num_key_value_heads", "head_dim", "rope_theta")  # fmt: skip
-"""Settings of a drafter's shape that its config has too, by the same names."""
+"""Settings of a drafter's shape that its config has under the same names."""
 
 
 def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftModel:
-    """The drafter ``shape.from_``, from now on this target's, or one of another kind that begins with its weights."""
+    """The drafter ``shape.from_`` bound to this target, or a drafter of another kind that starts from its weights."""
     model = load_drafter(shape.from_ or "")
     kind = kind_of(model)
     _trainable_class(kind)
@@ -188,7 +188,7 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
 
 
 def _extended(shape: DrafterShape, start: DFlashDraftModel) -> DFlashDraftModel:
-    """A drafter of the kind ``shape.kind`` with the weights of the DFlash drafter ``start``; what it adds is new."""
+    """A drafter of the kind ``shape.kind`` with the weights of the DFlash drafter ``start`` and new additions."""
     kind = _trainable_class(shape.kind)
     shared = {field.name: getattr(start.config, field.name) for field in dataclasses.fields(DFlashConfig)}
     mx.random.seed(shape.seed)

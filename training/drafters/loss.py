@@ -1,4 +1,4 @@
-"""The loss of a batch: hidden states of all its blocks, what they should predict, and the mean, a chunk at a time.
+"""The loss of a batch: hidden states of all blocks, their targets, and the mean loss, computed in chunks.
 
 Shapes: N sequences, S sequence length, A anchors a sequence, B block size, F feature size, E hidden size,
 T predictions that count, C predictions of a chunk, V vocabulary: the part that the drafter knows.
@@ -25,11 +25,11 @@ Head = Callable[[mx.array], mx.array]
 
 
 class Batch(NamedTuple):
-    """What a drafter is trained on at once.
+    """A training batch.
 
-    ``tokens [N, S]``; ``loss_mask [N, S]``, true on responses; ``anchors [N, A]``; and what the frozen target made of
-    the tokens: ``features [N, S, F]`` and, for objectives that need the target's logits, its final hidden states
-    ``target_hidden [N, S, E]``. Its blocks hold ``drafts`` predictions each; by default as many as the drafter's.
+    ``tokens [N, S]``; ``loss_mask [N, S]``, true on responses; ``anchors [N, A]``; the frozen target's
+    ``features [N, S, F]`` and, for objectives that need the target's logits, its final hidden states
+    ``target_hidden [N, S, E]``. A block has ``drafts`` predictions, by default as many as the drafter's blocks.
     """
 
     tokens: mx.array
@@ -52,16 +52,15 @@ def drafter_loss(
 ) -> mx.array:
     """The scalar that training minimises: the mean over the batch's predictions of the objective and the kind's losses.
 
-    Position ``i`` of the block at anchor ``a`` predicts token ``a + i``. Objectives that compare with the target's
-    distribution need ``head`` and ``batch.target_hidden``, and compare it with the one after token ``a + i - 1``.
-    So do drafters that say so (:class:`~dflash.drafters.trainable.Trainable`).
-    Predictions that do not count cost nothing. Those of tokens that the drafter does not know have weight 0, and the
-    target's distribution is then the renormalised one of the known tokens. The loss is computed in ``dtype``, or in
-    that of the weights; ``attention`` and ``grad_checkpoint`` are as in
+    Position ``i`` of the block at anchor ``a`` predicts token ``a + i``. Objectives and drafters that need the target's
+    logits (:class:`~dflash.drafters.trainable.Trainable`) need ``head`` and ``batch.target_hidden``, and compare with
+    the target's distribution after token ``a + i - 1``. Predictions outside responses are not computed. Predictions of
+    tokens that the drafter does not know have weight 0, and the target's distribution is renormalised over the known
+    tokens. The loss is computed in ``dtype``, by default the weights'; ``attention`` and ``grad_checkpoint`` are as in
     :func:`~dflash.training.drafters.forward.draft_hidden`.
 
-    Raises ``ValueError`` for such an objective without what it needs, and ``TrainingError`` for one
-    that does not return a loss for each prediction.
+    Raises ``ValueError`` if the target's logits are needed and missing, and ``TrainingError`` for an objective that
+    does not return one loss per prediction.
     """
     blocks = _BlockPredictions.of(model, batch, objective, head, dtype, attention, grad_checkpoint)
     head_weights = {name: model[name].trainable_parameters() for name in model.head_modules if name in model}
@@ -74,11 +73,11 @@ def drafter_loss(
 
 @dataclass
 class Scores:
-    """Sums over heldout predictions; those of several batches add up.
+    """Sums over held-out predictions; those of several batches add up.
 
-    ``loss`` is the sum of losses times weights, ``weight`` that of the weights. Of ``predictions[i]`` at position
-    ``i + 1`` of a block, ``hits["accuracy"][i]`` were the target's token, whatever stood before them; a kind of
-    drafter may count more (:class:`~dflash.drafters.trainable.Trainable`).
+    ``loss`` is the sum of losses times weights, ``weight`` that of the weights. Of the ``predictions[i]`` at position
+    ``i + 1`` of a block, ``hits["accuracy"][i]`` were the target's token, whatever came before; a kind of drafter may
+    count more (:class:`~dflash.drafters.trainable.Trainable`).
     """
 
     loss: float
@@ -96,12 +95,12 @@ class Scores:
 
     @classmethod
     def none(cls, model: DFlashDraftModel) -> "Scores":
-        """The sums over no predictions of ``model``."""
+        """Empty sums for ``model``."""
         nothing = np.zeros(model.block_size - 1, dtype=np.int64)
         return cls(0.0, 0.0, nothing, dict.fromkeys(model.measures, nothing))
 
     def results(self) -> dict[str, float | list[float] | None]:
-        """Plain data for logs; ``None`` and 0 where nothing was predicted."""
+        """Plain data for logs; ``None`` or 0 where there was no prediction."""
         predictions = np.maximum(self.predictions, 1)
         return {"heldout_loss": self.loss / self.weight if self.weight else None} | {
             f"heldout_{name}": (count / predictions).tolist() for name, count in self.hits.items()
@@ -116,7 +115,7 @@ def score(
     *,
     dtype: mx.Dtype | None = None,
 ) -> Scores:
-    """Loss and accuracy by position of one batch, without gradients; as :func:`drafter_loss` otherwise."""
+    """Loss and accuracy by position of one batch, without gradients; otherwise as :func:`drafter_loss`."""
     own = tree_map(lambda weight: weight, model.trainable_parameters())
     blocks, scores = _BlockPredictions.of(model, batch, objective, head, dtype), Scores.none(model)
     for rows in blocks.chunks():
@@ -173,7 +172,7 @@ class _BlockPredictions:
         tokens_NS, anchors_NA, drafts = batch.tokens, batch.anchors, batch.drafts or model.block_size - 1
         size = drafts + 1
         hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, drafts, attention, grad_checkpoint)
-        hidden = hidden[:, :, 0 if model.config.sample_from_anchor else 1 :]  # one predicts each token after the anchor
+        hidden = hidden[:, :, 0 if model.config.sample_from_anchor else 1 :]  # the anchor may predict a token too
         targets, inside = block_targets(tokens_NS, batch.loss_mask, anchors_NA, size)
         counted = mx.array(np.flatnonzero(np.array(inside)))
 
@@ -226,7 +225,7 @@ class _BlockPredictions:
         return self.scored(self.predictions(hidden_CE, *others), hidden_CE, *others)
 
     def chunks(self) -> list[slice]:
-        """All predictions, at most ``objective.chunk`` at a time, but whole blocks: those that belong together."""
+        """All predictions in chunks of whole blocks, at most ``objective.chunk`` each unless a block is longer."""
         starts = np.flatnonzero(np.array(self.others[2]) == 1)
         ends, bounds = [*starts[1:].tolist(), len(self.weights_T)], [0]
         for start, end in zip(starts.tolist(), ends, strict=True):
@@ -245,24 +244,23 @@ def mean_in_chunks(
 ) -> mx.array:
     """Mean, under ``weights_T``, of ``losses(weights, hidden_CE, *others)``, called for one of ``chunks`` at a time.
 
-    ``others`` have a row for each prediction too. A head inside ``losses`` makes ``[C, V]`` logits: one chunk
-    waits for the one before it, so those of a single chunk exist at once. Nothing but ``hidden_TE`` and the tree
-    ``weights`` gets a gradient.
+    ``others`` also have one row per prediction. A head inside ``losses`` makes ``[C, V]`` logits; each chunk waits for
+    the one before it, so only one chunk's logits exist at a time. Only ``hidden_TE`` and the tree ``weights`` get
+    gradients.
     """
     total_weight = weights_T.sum()
     normalised_T = weights_T / mx.where(total_weight > 0, total_weight, 1)  # 0 if the drafter knows none of the tokens
     names, values = _named(weights)
 
-    # Autodiff of the plain loop would keep every chunk's logits, or their softmax, until the backward pass. The
-    # result is a scalar, so its gradient can be taken at once, while a chunk's logits exist: dL/dhidden is an
-    # output beside L. What arrives in the backward pass is one number, dTotal/dL, and by the chain rule
-    # dTotal/dhidden = dTotal/dL * dL/dhidden. So the vjp only scales: nothing is computed twice.
+    # Autodiff of the plain loop would keep every chunk's logits, or their softmax, until the backward pass. L is a
+    # scalar, so its gradient can be taken while a chunk's logits exist, and dL/dhidden becomes a second output. The
+    # backward pass brings one number, dTotal/dL, and dTotal/dhidden = dTotal/dL * dL/dhidden: the vjp only scales.
     @mx.custom_function
     def total(hidden_TE: mx.array, *values: mx.array) -> tuple[mx.array, ...]:
         done: list[tuple[mx.array, mx.array]] = []
         learned = [mx.zeros(value.shape, mx.float32) for value in values]
         for rows in chunks:
-            # All of it waits for all of the last chunk: what does not would be made, or kept, for every chunk.
+            # Every input waits for the whole last chunk; otherwise it would be made, or kept, for every chunk.
             arrays = [array[rows] for array in (hidden_TE, normalised_T, *others)]
             hidden_CE, *rest = mx.depends(arrays, [*done[-1], *learned]) if done else arrays
 

@@ -1,4 +1,4 @@
-"""What a drafter is trained for: functions from predictions to losses, by name.
+"""Training objectives: named functions from predictions to losses.
 
 Add one with :func:`register_objective`; recipes choose it as ``objective.kind`` and pass it ``objective.options``.
 
@@ -30,8 +30,8 @@ Losses = Callable[..., mx.array]
 class Objective:
     """A registered objective.
 
-    ``needs_target_logits`` makes training keep the target's final hidden states; one that ``weighs_positions`` does so
-    itself, and ``gamma`` is not applied.
+    ``needs_target_logits`` makes training keep the target's final hidden states. An objective that ``weighs_positions``
+    replaces the weights by ``gamma``.
     """
 
     losses: Losses
@@ -47,9 +47,9 @@ def register_objective(
 ) -> Callable[[Losses], Losses]:
     """Decorator: recipes choose the decorated function as ``objective.kind: name``.
 
-    The function takes :class:`Predictions` and, by keyword, what the recipe gives as ``objective.options``. It
-    returns the loss ``[T]`` of each prediction; their mean under the position weights is what training minimises. With
-    ``weighs_positions`` these weights are 1: the function weighs the positions of a block itself.
+    The function takes :class:`Predictions` and the recipe's ``objective.options`` as keywords, and returns the loss
+    ``[T]`` of each prediction. Training minimises their mean under the position weights. With ``weighs_positions``
+    these weights are 1, and the function weighs the positions of a block itself.
     """
 
     def register(losses: Losses) -> Losses:
@@ -95,7 +95,7 @@ def d_pace(predictions: Predictions, alpha: float) -> mx.array:
     if predictions.known_T is not None:
         q_T = q_T * predictions.known_T
     log_q_T = mx.log((1 - alpha) * q_T + alpha)
-    # Predictions come as whole blocks, each in a row from position 1 on: a block is known by where it starts.
+    # Predictions come as whole blocks, each from position 1 on, so a block is identified by its start.
     rows_T = mx.arange(losses_T.size)
     starts_T = rows_T - predictions.positions_T
     after_TT = (starts_T == starts_T[:, None]) & (rows_T >= rows_T[:, None])  # [j, m]: the same block, m not before j
@@ -107,7 +107,7 @@ def d_pace(predictions: Predictions, alpha: float) -> mx.array:
 def l1(predictions: Predictions, l1_weight: float) -> mx.array:
     """``l1_weight`` of ``sum(|p - q|)`` and the rest cross-entropy, as published with 0.9 (DSpark, arXiv:2607.05147).
 
-    Drafts that are drawn from ``q`` are accepted with the chance ``1 - sum(|p - q|) / 2``.
+    A draft sampled from ``q`` is accepted with probability ``1 - sum(|p - q|) / 2``.
     """
     assert predictions.target_logits_TV is not None
     distance_T = mx.abs(softmax(predictions.target_logits_TV) - softmax(predictions.logits_TV)).sum(-1)
@@ -116,7 +116,7 @@ def l1(predictions: Predictions, l1_weight: float) -> mx.array:
 
 @dataclass(frozen=True)
 class ObjectiveSettings(Checked):
-    """What each prediction is scored by, and how much it counts.
+    """The loss of each prediction and its weight.
 
     ``kind`` is ``cross_entropy`` on the target's tokens (as published), ``kl`` (forward KL divergence from the
     target's distribution to the drafter's), ``mix`` (``kl_weight`` of KL and the rest cross-entropy), ``l1``

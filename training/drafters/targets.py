@@ -1,7 +1,7 @@
-"""Which blocks of a sequence the drafter is trained on, and what each position of a block should predict.
+"""The blocks of a sequence that a drafter is trained on, and the target token of each position.
 
-An anchor at `a` stands for a decoding step in which the tokens before `a` are committed with their
-features and token `a` is the last one committed. Its block is `[token a, mask, mask, ...]`; position `i`
+An anchor at `a` stands for a decoding step in which the tokens before `a` are committed with their features, and token
+`a` is the last committed token. Its block is `[token a, mask, mask, ...]`; position `i`
 predicts token `a + i`.
 
 Shapes: N sequences, S sequence length, A anchors a sequence, B block size.
@@ -16,8 +16,8 @@ from ..data.sequences import Ints
 def select_anchors(loss_mask_NS: Ints, count: int, rng: np.random.Generator) -> Ints:
     """Random anchors ``[N, count]``, sorted, among positions ``a`` of a response with ``a + 1`` in it too.
 
-    A row that has fewer gets them all, and the last again and again to fill it; :func:`block_targets` counts each
-    once. Raises ``ValueError`` for a response of fewer than two tokens, which has nothing to predict.
+    A row that has fewer gets all of them, padded with its last; :func:`block_targets` counts each once. Raises
+    ``ValueError`` for a response of fewer than two tokens, which has nothing to predict.
     """
     rows = []
     for loss_mask_S in loss_mask_NS:
@@ -32,7 +32,7 @@ def select_anchors(loss_mask_NS: Ints, count: int, rng: np.random.Generator) -> 
 def flat_positions(anchors_NA: mx.array, length: int, size: int) -> mx.array:
     """Indices into ``[N * S]`` tokens of those that positions ``1 .. size - 1`` predict, shape ``[N, A, B-1]``.
 
-    Meaningless where a block is longer than what is left of its sequence of ``length``.
+    Meaningless where a block extends beyond the end of its sequence of ``length``.
     """
     rows = mx.arange(anchors_NA.shape[0])[:, None, None] * length
     return rows + anchors_NA[..., None] + mx.arange(1, size)
@@ -47,15 +47,15 @@ def block_targets(
     """
     positions = anchors_NA[..., None] + mx.arange(1, size)
     inside = positions < tokens_NS.shape[1]
-    positions = mx.minimum(positions, tokens_NS.shape[1] - 1)  # a block may end after its sequence does
+    positions = mx.minimum(positions, tokens_NS.shape[1] - 1)  # a block may extend beyond its sequence
 
     def at_positions(values_NS: mx.array) -> mx.array:
         return mx.take_along_axis(values_NS, positions.reshape(len(positions), -1), axis=1).reshape(positions.shape)
 
     # The product of 0 and 1 along the block is 1 up to the first position outside the response, and 0 from there on:
-    # what comes after a gap (another turn of the conversation) is not predicted from before it.
+    # a later turn of the conversation is not predicted from before it.
     counts = mx.cumprod((at_positions(loss_mask_NS) & inside).astype(mx.int32), axis=-1) > 0
-    # Anchors are sorted, so one that only fills its row equals the one before it.
+    # Anchors are sorted, so padding equals the anchor before it.
     new = mx.concatenate([mx.ones_like(anchors_NA[:, :1]), anchors_NA[:, 1:] - anchors_NA[:, :-1]], axis=1) != 0
     return at_positions(tokens_NS), counts & new[..., None]
 

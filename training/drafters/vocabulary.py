@@ -1,4 +1,4 @@
-"""Which tokens a drafter of a part of the vocabulary knows."""
+"""The tokens of a drafter with a reduced vocabulary."""
 
 import logging
 from collections.abc import Collection
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 def frequent_tokens(sequences: Sequences, count: int, vocab_size: int, always: Collection[int]) -> Ints:
     """The ``count`` ids that are most frequent in the responses of ``sequences``, in ascending order (int32).
 
-    Ids as frequent as each other are taken from the lowest on; those in ``always`` are among them, whatever their
-    number. Raises ``TrainingError`` where ``always`` are more than ``count``.
+    Ties go to the lowest id; the ids in ``always`` are included whatever their frequency. Raises ``TrainingError`` if
+    ``always`` has more than ``count`` ids.
     """
     if len(always) > count:
         raise TrainingError(

@@ -6,7 +6,7 @@
 # make real    the drafter for SmolLM2-135M-Instruct from nothing in runs/smollm2-135m (hours on two cores; resumable)
 # make real-data  only the target, what it wrote, and its features of that
 # make publish-real  copy it into the package
-# make bench   how many drafts a block should verify, by kind of request: the table in dflash/docs/measurements.md (half an hour)
+# make bench   how many drafts a block should verify, by kind of request: runs notebook 03 (minutes)
 # make architectures   every architecture of mlx-lm through the conformance check, into adapters/ARCHITECTURES.md
 # Each target sets up .venv by itself; it is reinstalled only when pyproject.toml changes.
 

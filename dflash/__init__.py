@@ -20,8 +20,8 @@ backend gets one line instead of a traceback.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import errors as errors
 from .core import backend
-from .core import errors as errors
 from .core.errors import DFlashError as DFlashError
 
 if TYPE_CHECKING:

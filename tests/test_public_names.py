@@ -18,6 +18,14 @@ for names in ("adapters.register_adapter", "bench.compare", "study.ablate", "tra
 assert callable(dflash.training.run_recipe)
 """
 
+AS_A_STATEMENT = """
+from dflash.errors import DFlashError, DataError
+import dflash.bench, dflash.study, sys
+from dflash.bench import HELDOUT, register_check
+assert issubclass(DataError, dflash.DFlashError) and DFlashError is dflash.DFlashError
+assert dflash.errors is sys.modules["dflash.errors"] and dflash.bench is sys.modules["dflash.bench"]
+"""
+
 
 @pytest.mark.parametrize("package", [dflash, dflash.training], ids=lambda package: package.__name__)
 def test_every_public_name_loads_and_is_listed(package):
@@ -29,6 +37,7 @@ def test_every_public_name_loads_and_is_listed(package):
         package.no_such_name  # noqa: B018
 
 
-def test_subpackages_load_on_first_use_and_mlx_after_the_backend():
-    run = subprocess.run([sys.executable, "-c", FROM_A_BARE_IMPORT], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("program", [FROM_A_BARE_IMPORT, AS_A_STATEMENT], ids=["attributes", "statements"])
+def test_subpackages_load_on_first_use_and_mlx_after_the_backend(program):
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")

@@ -92,7 +92,7 @@ def write_features(
             for row in batch
             for name, array in arrays.items()
         }
-        _stream_safetensors(path, header, _computed(target, kept, islice(batches, len(plan)), manifest))
+        stream_safetensors(path, header, _computed(target, kept, islice(batches, len(plan)), manifest))
     if tokens:
         rate = tokens / (time.perf_counter() - begin)
         speed = rate * _bytes_per_token(arrays) / 1e6
@@ -161,7 +161,7 @@ def _bytes_per_token(arrays: dict[str, Any]) -> int:
     return sum(array["width"] * _DTYPES[array["dtype"]].size for array in arrays.values())
 
 
-def _stream_safetensors(path: Path, header: dict[str, tuple[str, tuple[int, int]]], arrays: Iterable[mx.array]) -> None:
+def stream_safetensors(path: Path, header: dict[str, tuple[str, tuple[int, int]]], arrays: Iterable[mx.array]) -> None:
     """Write ``arrays`` one at a time, atomically; ``header`` has their names, dtypes and shapes.
 
     https://github.com/huggingface/safetensors#format

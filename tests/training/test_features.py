@@ -141,7 +141,7 @@ def test_only_what_can_be_trained_on_is_cached(tmp_path):
 
 def test_reading_a_batch_holds_that_batch_alone(tmp_path):
     header = {f"{i}.features": ("F32", (100, 64)) for i in range(50)}
-    fc._stream_safetensors(tmp_path / "000000.safetensors", header, (mx.full((100, 64), i) * 1.0 for i in range(50)))
+    fc.stream_safetensors(tmp_path / "000000.safetensors", header, (mx.full((100, 64), i) * 1.0 for i in range(50)))
     wanted = {"max_length": 100, "layer_ids": [0], "arrays": {"features": {"width": 64, "dtype": "F32"}}}
     write_json(tmp_path / shards.MANIFEST, wanted | {"shards": [50]})
     cached, size = fc.CachedFeatures(tmp_path, wanted), 100 * 64 * 4

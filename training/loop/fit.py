@@ -99,7 +99,7 @@ class _Step:
             raise
         values, stop = told[: len(numbers)], any(told[len(numbers) :])
         names = [self.name_batch(n) for n in numbers]
-        _check_losses(values, run.recent, run.settings.max_loss_spike, names, step)
+        check_losses(values, run.recent, run.settings.max_loss_spike, names, step)
         updated, norm = run.optimizer.update(parameters, gradients)
         mx.eval(norm, updated, run.optimizer.inner.state)
         if not math.isfinite(norm):
@@ -118,7 +118,7 @@ class _Step:
         return len(wave) / len(own)
 
 
-def _check_losses(
+def check_losses(
     values: list[float], recent: Sequence[float], max_loss_spike: float | None, names: list[str], step: int
 ) -> None:
     """Raise :class:`TrainingError` naming the first batch whose loss is not finite or far above the recent ones.

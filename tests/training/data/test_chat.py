@@ -54,26 +54,24 @@ THINKING = EACH.replace(
 )
 
 
-def test_responses_are_found_where_a_template_trims_them():
-    trims = with_template(EACH.replace("%s", TURN % "{{ m.content | trim }}"))
-    assert responses_of(turns("q", " one ", "r", "two\n"), trims) == ["one" + STOP, "two" + STOP]
+THOUGHT = ("q", "<think>\nhm\n</think>\n\none", "r", "<think>\nso\n</think>\n\ntwo")
+FOUND = {
+    "trimmed": (EACH.replace("%s", TURN % "{{ m.content | trim }}"), ("q", " one ", "r", "two\n"),
+                ["one" + STOP, "two" + STOP]),
+    "with the template's space, which is in its first token": (
+        EACH.replace("%s", "[{{ m.role }}] {{ m.content }}"), ("q", "two", "r", "one"),
+        [" two", "one"]),  # " t" is one token, " o" is two
+    "without what follows but a stop token": (EACH.replace("%s", "{{ m.content }}\n"), ("q", "one", "r", "two"),
+                                                       ["one", "two"]),
+    "with an empty thought added": (THINKING, ("q", "one", "r", "two"), ["one" + STOP, "two" + STOP]),
+    "with earlier thoughts dropped": (THINKING, THOUGHT, ["one" + STOP, "so\n</think>\n\ntwo" + STOP]),
+}  # fmt: skip
 
 
-def test_a_first_token_that_takes_in_a_space_of_the_template_is_of_the_response():
-    spaced = with_template(EACH.replace("%s", "[{{ m.role }}] {{ m.content }}"))
-    assert responses_of(turns("q", "two", "r", "one"), spaced) == [" two", "one"]  # " t" is one token, " o" is two
-
-
-def test_what_follows_a_response_belongs_to_it_only_if_it_is_a_stop_token():
-    lines = with_template(EACH.replace("%s", "{{ m.content }}\n"))
-    assert responses_of(turns("q", "one", "r", "two"), lines) == ["one", "two"]
-
-
-def test_responses_are_found_where_a_template_adds_and_drops_thoughts():
-    thinks = with_template(THINKING)
-    assert responses_of(turns("q", "one", "r", "two"), thinks) == ["one" + STOP, "two" + STOP]
-    thought = turns("q", "<think>\nhm\n</think>\n\none", "r", "<think>\nso\n</think>\n\ntwo")
-    assert responses_of(thought, thinks) == ["one" + STOP, "so\n</think>\n\ntwo" + STOP]
+@pytest.mark.parametrize("how", FOUND)
+def test_responses_are_found_in_whatever_a_template_makes_of_them(how):
+    template, contents, expected = FOUND[how]
+    assert responses_of(turns(*contents), with_template(template)) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,14 +119,6 @@ def test_a_tokenizer_without_character_offsets_is_refused_for_given_responses_on
         encode(turns("q", "a"), target, True, {})
 
 
-def test_the_tokenizer_of_a_larger_model_is_refused(target):
-    small = LoadedTargetModel(qwen3_model(1, vocab=100, **TINY), target.tokenizer)
-    with pytest.raises(DataError, match=r"line 1: the target knows tokens 0 to 99, but .* give 260: .* another model"):
-        encode(turns("q"), small, True, {})
-    with pytest.raises(DataError, match=r"give none"):
-        encode(turns("q"), with_template(""), True, {})
-
-
 def test_spans_are_found_whatever_stands_around_them():
     def render(messages):
         return "|".join(m["content"] for m in messages)
@@ -150,5 +140,10 @@ def test_an_unanswered_prompt_is_what_decoding_begins_from(target, chat):
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_tokenizer_of_another_model_is_refused(chat):
     small = LoadedTargetModel(qwen3_model(1, 200, **TINY), byte_tokenizer())
-    with pytest.raises(DataError, match=r"knows tokens 0 to 199, .* the tokenizer of another model"):
+    with pytest.raises(DataError, match=r"line 1: the target knows tokens 0 to 199, .* tokenizer of another model"):
         encode(turns("caf\u00e9 \U0001f642", "b"), small, chat, {})
+
+
+def test_a_template_that_writes_nothing_is_refused():
+    with pytest.raises(DataError, match=r"give none"):
+        encode(turns("q"), with_template(""), True, {})

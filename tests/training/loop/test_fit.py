@@ -12,7 +12,7 @@ from support.runs import read_log
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash.core.errors import TrainingError
-from dflash.training.loop.fit import FitSettings, _check_losses, fit
+from dflash.training.loop.fit import FitSettings, check_losses, fit
 from dflash.training.loop.optimizer import AdamWSettings, MuonSettings
 
 
@@ -107,9 +107,9 @@ def test_how_far_a_loss_is_above_the_recent_ones_does_not_depend_on_their_sign(m
     recent = [median - 0.5, median + 0.5] * 16  # of the size 0.5 around 0
     size = max(abs(median), 0.5)
     for value in (median - 0.3, median - 1000, median + 3.9 * size):
-        _check_losses([value], recent, 5.0, ["batch 0"], 40)
+        check_losses([value], recent, 5.0, ["batch 0"], 40)
     with pytest.raises(TrainingError, match=f"from the recent median {median:.4g}"):
-        _check_losses([median + 4.1 * size], recent, 5.0, ["batch 0"], 40)
+        check_losses([median + 4.1 * size], recent, 5.0, ["batch 0"], 40)
 
 
 def test_weights_that_are_no_longer_finite_end_the_run_with_the_checkpoint_before_them(tmp_path):

@@ -33,6 +33,13 @@ def test_names_lead_to_what_was_registered_and_to_what_packages_announce(rules):
     assert rules.find("unheard_of") is None
 
 
+def test_a_temporary_name_hides_another_and_loses_nothing_that_came_meanwhile(rules):
+    with rules.temporary("ours", "another"), rules.temporary("new", "rule"):
+        assert (rules.get("ours"), rules.get("new")) == ("another", "rule")
+    assert list(rules.all()) == ["also_ours", "ours", "theirs"]
+    assert rules.get("ours") == "our rule"
+
+
 def test_an_unknown_name_brings_the_nearest_one(rules):
     with pytest.raises(DFlashError, match=r"Unknown rule 'thers'; did you mean 'theirs'\? Import .* --plugin FILE"):
         rules.get("thers")

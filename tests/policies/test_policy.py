@@ -16,15 +16,11 @@ from dflash.policies.base import POLICIES, Fixed
 
 def test_confidence_is_the_probability_of_each_draft():
     logits = mx.log(mx.array([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]]))
-    chances = [0.5, 0.2]
     tokens, candidates = mx.array([[0, 1]]), mx.array([[[2, 1, 0], [0, 1, 2]]])
-    assert Proposal(tokens, logits).acceptance_chances().tolist() == pytest.approx(chances)
-    assert Proposal(tokens, mx.take_along_axis(logits, candidates, 2), candidates).acceptance_chances().tolist() == (
-        pytest.approx(chances)
-    )
-    assert Proposal(tokens, logits, confidence=mx.array([[0.3, 0.4]])).acceptance_chances().tolist() == (
-        pytest.approx([0.3, 0.4])
-    )
+    of_candidates = Proposal(tokens, mx.take_along_axis(logits, candidates, 2), candidates)
+    own = Proposal(tokens, logits, confidence=mx.array([[0.3, 0.4]]))
+    for proposal, chances in ((Proposal(tokens, logits), [0.5, 0.2]), (of_candidates, [0.5, 0.2]), (own, [0.3, 0.4])):
+        assert proposal.acceptance_chances().tolist() == pytest.approx(chances)
     assert Proposal(tokens).acceptance_chances() is None
 
 
@@ -109,7 +105,7 @@ def test_a_policy_can_end_its_own_pause_after_any_step():
     run = Decoding(target("qwen3", 1), bound_drafter("qwen3", 2), policy=policy)
     list(decode(run, prefill(run, [3, 1, 4, 1, 5]), 12, 16))
     # One pass is under way when the policy is asked.
-    assert [block.asleep for block in policy.blocks[:6]] == [True] * 5 + [True]
+    assert [block.asleep for block in policy.blocks[:6]] == [True] * 6
 
 
 def test_by_default_the_adaptive_policy_decides_and_says_why():
@@ -139,7 +135,8 @@ def test_a_policy_is_chosen_by_name_or_number_and_unknown_ones_are_named():
         decoder.spec_generate([3, 1, 4], 8, policy="adaptif")
 
     with POLICIES.temporary("one-at-a-time", lambda: Fixed(1)):
-        assert max(len(r) for r in blocks_of(decoder, policy="one-at-a-time")) <= 2
+        decoder.spec_generate([3, 1, 4], 12, policy="one-at-a-time", stream_callback=(blocks := []).append)
+        assert max(map(len, blocks)) <= 2
     with POLICIES.temporary("no policy", dict), pytest.raises(DFlashError, match="is a dict; it must be a subclass"):
         decoder.spec_generate([3, 1, 4], 8, policy="no policy")
     with pytest.raises(DFlashError, match="a registered name or a dflash"):
@@ -185,9 +182,3 @@ def test_of_drafts_that_were_drawn_a_policy_is_told_what_they_were_drawn_from():
     expected = np.concatenate([confidence for confidence in told if confidence])
     assert (expected > 1 / 32).all()
     assert (expected < 1).all()
-
-
-def blocks_of(decoder: DFlashSpeculativeDecoder, **options) -> list[list[int]]:
-    blocks: list[list[int]] = []
-    decoder.spec_generate([3, 1, 4], 12, stream_callback=blocks.append, **options)
-    return blocks

@@ -13,20 +13,6 @@ from support.models import writer
 import dflash
 from dflash import cli
 from dflash.cli import global_options_first, loading
-from dflash.core import backend
-from dflash.core.errors import BackendError
-
-
-def test_no_backend_is_one_line(monkeypatch):
-    def no_backend():
-        raise BackendError("MLX has no backend on this machine.")
-
-    monkeypatch.setattr(backend, "require_mlx", no_backend)
-    assert_one_error(invoke("doctor"), "MLX has no backend")
-
-
-def test_version():
-    assert invoke("--version").stdout == f"dflash-research {version('dflash-research')}\n"
 
 
 def test_every_command_has_help_with_an_example():

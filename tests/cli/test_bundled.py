@@ -94,14 +94,13 @@ def test_the_bundled_models_are_in_the_index_of_the_package():
 
 def test_every_command_that_drafts_finds_it(package, prompts):
     target, drafter = ("--target", package / "target"), package / "real" / "tiny"
-    asked = ("generate", "Hi", *target, "--max-tokens", "12", "--json")
-    alone, named = (json.loads(invoke(*asked, *rest).stdout) for rest in ((), ("--drafter", drafter)))
-    assert alone["drafted"] == named["drafted"] != []
-    assert json.loads(invoke(*asked, "--drafter", "bundled").stdout)["drafted"] == named["drafted"]
+
+    def drafted(*options: object) -> list[int]:
+        return json.loads(invoke("generate", "Hi", *target, "--max-tokens", "12", "--json", *options).stdout)["drafted"]
+
+    assert drafted() == drafted("--drafter", drafter) == drafted("--drafter", "bundled") != []
     file = package / "cache.safetensors"
     for command in (
-        ["generate", "Hi", "--drafter", "ngram+bundled", "--max-tokens", "6"],
-        ["bench", "--prompts", prompts, "--max-tokens", "6"],
         ["bench", "--prompts", prompts, "--max-tokens", "6", "--drafter", "ngram", "--drafter", "bundled"],
         ["eval", "--prompts", prompts, "--max-tokens", "6"],
         ["cache-prompt", "Read this: ", "--prompt-cache-file", file],
@@ -156,11 +155,10 @@ def test_the_bundled_target_has_a_name_wherever_a_target_is_named(tmp_path, monk
     (tmp_path / "bundled").mkdir()  # a folder of that name is ./bundled
     (tmp_path / "one.jsonl").write_text('{"prompt": "Hi", "response": "Hello."}\n')
     for command in (
-        ["generate", "Hi", "--max-tokens", "3", "--json", "--trace", "trace.jsonl", "--target"],
-        ["prepare", "one.jsonl", "data", "--target"],
-        ["cache-prompt", "Read this: ", "--prompt-cache-file", "cache.safetensors", "--target"],
+        ["generate", "Hi", "--max-tokens", "3", "--trace", "trace.jsonl"],
+        ["prepare", "one.jsonl", "data"],
     ):
-        result = invoke(*command, "bundled")
+        result = invoke(*command, "--target", "bundled")
         assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "trace.jsonl").read_text().splitlines()[0])["target"] == "bundled"
     assert "target: bundled\n" in invoke("recipe", "--target", "bundled", "--data", "data").stdout
@@ -186,15 +184,12 @@ def test_doctor_shows_the_drafter_that_it_found_or_that_there_is_none(package, m
     assert "positions that one pass fills" not in shown
 
 
-def test_the_demo_answers_a_request_for_a_target_with_the_drafter_found_for_it_and_checks_nothing(package, monkeypatch):
+def test_the_demo_answers_a_request_for_a_target_with_the_drafter_found_for_it(package, monkeypatch):
     monkeypatch.setattr("dflash.evaluation.demo.MAX_TOKENS", 16)
     monkeypatch.setattr("dflash.evaluation.demo.LEAST_TOKENS", 8)
     result = invoke("demo", "--target", package / "target")
     assert result.exit_code == 0, result.output
     assert re.search(r"Request: (Hi|Tell me more\.)", result.stdout)
-    for expected in ("plain mlx_lm", "ratio", "acceptance", "tokens        identical"):
-        assert expected in result.stdout
-    assert "its check" not in result.stdout
 
 
 # --- publishing -------------------------------------------------------------------------------------------

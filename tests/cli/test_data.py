@@ -1,11 +1,7 @@
 """``dflash prepare`` and ``dflash data``: what they print, and one line of error for what cannot be done."""
 
 import json
-import logging
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -135,7 +131,21 @@ def test_a_folder_of_other_things_is_refused_and_nothing_is_written(target_folde
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["notes"]
 
 
-def test_ctrl_c_keeps_finished_files_and_the_same_command_continues(target_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, r"Stopped\. Finished files stay in \S+made; the same command continues\.\n\Z"),
+        (
+            OSError(28, "No space left"),
+            1,
+            r"^error: Cannot write to \S+made: .* Make room or .* where it stopped\.\n\Z",
+        ),
+    ],
+    ids=["Ctrl-C", "full disk"],
+)
+def test_what_ends_it_keeps_finished_files_and_the_same_command_continues(
+    target_folder, tmp_path, monkeypatch, end, code, said
+):
     data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(6)))
     options = ["--max-tokens", "5", "--shard-size", "2"]
     assert invoke_prepare(data, tmp_path / "quiet", target_folder, *options).exit_code == 0
@@ -143,57 +153,14 @@ def test_ctrl_c_keeps_finished_files_and_the_same_command_continues(target_folde
 
     def interrupted(folder, number, examples):
         if number == 1:
-            raise KeyboardInterrupt
+            raise end
         write_shard(folder, number, examples)
 
     with monkeypatch.context() as patch:
         patch.setattr(preparing, "write_shard", interrupted)
         stopped = invoke_prepare(data, tmp_path, target_folder, *options)
-    assert stopped.exit_code == 130
-    assert re.search(r"Stopped\. Finished files stay in \S+made; the same command continues\.", stopped.stderr)
+    assert stopped.exit_code == code
+    assert re.search(said, stopped.stderr, re.M)
     assert (tmp_path / "made/shards/000000.safetensors").exists()
     assert invoke_prepare(data, tmp_path, target_folder, *options).exit_code == 0
     assert tree(tmp_path / "made") == tree(tmp_path / "quiet/made")
-
-
-def test_a_log_without_a_terminal_shows_that_the_target_is_still_writing(target_folder, tmp_path, monkeypatch, caplog):
-    answer_rows = preparing.answer_rows
-
-    def slow(*rows):
-        begin = time.monotonic()
-        while "responses: 0 of 6, " not in caplog.text and time.monotonic() < begin + 10:
-            time.sleep(0.001)
-        return answer_rows(*rows)
-
-    monkeypatch.setattr("dflash.core.progress.SECONDS_BETWEEN_LINES", 0.005)
-    monkeypatch.setattr(preparing, "answer_rows", slow)
-    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(6)))
-    with caplog.at_level(logging.INFO):
-        assert invoke_prepare(data, tmp_path, target_folder, "--max-tokens", "5").exit_code == 0
-    assert "responses: 0 of 6, 0 s after the start" in caplog.text
-    assert re.search(r"shard 0: 30 response tokens, \d+ a second", caplog.text)
-
-
-ALMOST_FULL = """
-import resource, dflash.target, mlx.core as mx
-from dflash.cli import main
-mx.eval(mx.ones((64, 64)) @ mx.ones((64, 64)))  # MKL makes its own small files
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # bytes of one file: the plan fits, a shard does not
-main()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no limits for the size of a file")
-def test_a_full_disk_is_one_line_of_error_and_the_same_command_continues(target_folder, tmp_path):
-    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(8)))
-    options = ["--target", str(target_folder), "--max-tokens", "50", "--shard-size", "4"]
-    arguments = ["prepare", str(data), "--output", str(tmp_path / "made"), *options]
-    full = subprocess.run([sys.executable, "-c", ALMOST_FULL, *arguments], capture_output=True, text=True)
-    assert full.returncode == 1
-    assert re.search(
-        r"^error: Cannot write to \S+made: .* Make room or .* continues where it stopped\.\n\Z", full.stderr, re.M
-    )
-    assert not list((tmp_path / "made").rglob("*.safetensors"))
-    for name in ("made", "quiet"):
-        assert invoke("prepare", data, "--output", tmp_path / name, *options).exit_code == 0
-    assert tree(tmp_path / "made") == tree(tmp_path / "quiet")

@@ -40,45 +40,26 @@ def test_stdout_holds_the_text_and_stderr_one_line_on_speed(pair):
     result = invoke("generate", "Hi", *pair, "--max-tokens", "30")
     assert result.stdout_bytes.decode() == text + "\n"
     assert re.fullmatch(r"30 tokens, [\d.]+ tokens/s, acceptance length [\d.]+, \d+ blocks\n", result.stderr)
-
-
-def test_a_dash_reads_the_prompt_and_raw_takes_it_as_it_is(pair):
-    raw = json.loads(invoke("generate", "-", "--raw", *pair, "--max-tokens", "1", "--json", stdin="Hi\n").stdout)
-    assert raw["prompt_tokens"] == len(byte_tokenizer().encode("Hi\n"))
-    chat = [
-        json.loads(invoke("generate", prompt, *pair, "--max-tokens", "9", "--json", stdin="Hi\n").stdout)
-        for prompt in ("-", "Hi")
-    ]
-    assert chat[0]["tokens"] == chat[1]["tokens"]
-
-
-def test_a_seed_repeats_a_sample_and_another_changes_it(pair):
-    options = [*pair, "--max-tokens", "20", "--json", "--temp", "1", "--top-k", "50", "--top-p", "0.95"]
-    seeds = ("1", "1", "2", str(2**64 - 1))
-    answers = [json.loads(invoke("generate", "Hi", *options, "--seed", seed).stdout)["tokens"] for seed in seeds]
-    assert answers[0] == answers[1] != answers[2] != answers[3]
-
-
-def test_stop_strings_and_tokens_end_the_text(monkeypatch):
-    monkeypatch.setattr(loading, "load_decoder", lambda *_: writer("one two three"))
-    answer = json.loads(invoke("generate", "AB", "--raw", "--stop", "zzz", "--stop", " th", "--json").stdout)
-    assert (answer["text"], answer["finish_reason"]) == ("one two", "stop")
-    (token,) = byte_tokenizer().encode("w")
-    answer = json.loads(invoke("generate", "AB", "--raw", "--stop-token", token, "--json").stdout)
-    assert (answer["text"], answer["finish_reason"]) == ("one t", "stop")
-
-
-def test_no_tokens_and_a_single_one_have_no_speed(pair):
     assert invoke("generate", "Hi", *pair, "--max-tokens", "1").stderr == "1 token, too few to time\n"
     answer = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "0", "--json").stdout)
     assert (answer["text"], answer["tokens"], answer["acceptance_length"]) == ("", [], None)
-    assert answer["prompt_tokens"] > 2
 
 
-def test_an_argument_that_is_not_utf8_is_one_line(pair):
+def test_a_dash_reads_the_prompt_and_raw_takes_it_as_it_is(pair):
+    def answer(*options: str) -> dict:
+        shown = invoke("generate", *options, *pair, "--max-tokens", "9", "--json", stdin="Hi\n")
+        return json.loads(shown.stdout)
+
+    assert answer("-", "--raw")["prompt_tokens"] == len(byte_tokenizer().encode("Hi\n"))
+    assert answer("-")["tokens"] == answer("Hi")["tokens"]
+
+
+def test_an_argument_that_is_not_utf8_or_a_prompt_that_is_empty_is_one_line(pair):
     latin1 = b"caf\xe9".decode("utf-8", "surrogateescape")  # as Python hands over such an argument
-    assert_one_error(invoke("generate", latin1, *pair), "The prompt is not UTF-8 text .character 4.")
-    assert_one_error(invoke("demo", latin1, *pair), "The prompt is not UTF-8 text")
+    for command in ("generate", "demo"):
+        assert_one_error(invoke(command, latin1, *pair), "The prompt is not UTF-8 text .character 4.")
+        for prompt in ("", "  ", "-"):
+            assert_one_error(invoke(command, prompt, *pair, stdin=""), "The prompt is empty; expected text")
     assert_one_error(invoke("generate", "Hi", *pair, "--stop", latin1), "--stop is not UTF-8 text")
 
 
@@ -95,34 +76,25 @@ def test_a_character_that_the_output_lacks_is_shown_by_its_code(monkeypatch):
     assert run.stdout == b"caf\\xe9 \\U0001f642\n"
 
 
-@pytest.mark.parametrize("prompt", ["", "  ", "-"])
-def test_demo_takes_prompts_as_generate_does(prompt):
-    assert_one_error(invoke("demo", prompt, stdin=""), "The prompt is empty; expected text")
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["Hi", "--drafter", "only"], "No checkpoint folder at 'only'"),
-        (["", "PAIR"], "prompt is empty"),
-        (["-", "PAIR"], "prompt is empty"),
-        (["Hi", "PAIR", "--max-tokens", "-1"], "max_tokens must be a whole number of at least 0, got -1"),
-        (["Hi", "PAIR", "--max-tokens", "600"], "600 exceeds the limit of 512"),
-        (["Hi", "PAIR", "--temp", "1", "--top-k", "1000000"], "top_k must be less than the target's vocabulary"),
-        (["Hi", "PAIR", "--logit-bias", '{"9999": 1}'], "logit_bias names token 9999"),
-        (["Hi", "PAIR", "--tree", "4", "--verify", "speculative_sampling", "--temp", "1"], "leave out tree or verify"),
+        (["--max-tokens", "-1"], "max_tokens must be a whole number of at least 0, got -1"),
+        (["--max-tokens", "600"], "600 exceeds the limit of 512"),
+        (["--temp", "1", "--top-k", "1000000"], "top_k must be less than the target's vocabulary"),
+        (["--logit-bias", '{"9999": 1}'], "logit_bias names token 9999"),
+        (["--tree", "4", "--verify", "speculative_sampling", "--temp", "1"], "leave out tree or verify"),
     ],
 )
 def test_bad_requests_are_one_line_and_exit_1(pair, args, message):
-    args = [a for arg in args for a in (pair if arg == "PAIR" else [arg])]
-    assert_one_error(invoke("generate", *args), message)
+    assert_one_error(invoke("generate", "Hi", *pair, *args), message)
 
 
 # --- demo ---------------------------------------------------------------------------------------------
 
 
 def demo_with(monkeypatch, tmp_path, answer: str, sample, *args: str):
-    """Run the demo with a target that writes ``answer`` and one heldout request."""
+    """Run the demo with a target that writes ``answer`` and one held-out request."""
     file = tmp_path / "heldout.jsonl"
     file.write_text(json.dumps({"prompt": sample.prompt, "check": sample.check}) + "\n")
     monkeypatch.setattr(bench, "HELDOUT", file)
@@ -137,32 +109,25 @@ def long_function():
     return next(s for s in found if s.kind == "function" and 150 < len(s.answer) < 450)
 
 
-def test_the_demo_shows_both_answers_and_passes_its_check(monkeypatch, tmp_path):
+def test_the_demo_shows_both_answers_and_exits_1_where_one_fails_its_check(monkeypatch, tmp_path):
     sample = long_function()
     result = demo_with(monkeypatch, tmp_path, sample.answer, sample)
     assert result.exit_code == 0, result.output
     assert result.stdout.count(sample.answer) == 2
     for expected in (sample.prompt, "plain mlx_lm", "DFlash", "ratio", "identical", "passes its check"):
         assert expected in result.stdout
-
-
-def test_the_demo_exits_1_when_the_function_fails_its_check(monkeypatch, tmp_path):
-    wrong = "def f(x):\n    " + 80 * "# " + "\n    return None\n"
-    result = demo_with(monkeypatch, tmp_path, wrong, long_function())
+    result = demo_with(monkeypatch, tmp_path, "def f(x):\n    " + 80 * "# " + "\n    return None\n", sample)
     assert result.exit_code == 1
     assert "FAILS its check" in result.stdout
 
 
-def test_the_demo_takes_a_request_of_ones_own_and_checks_nothing(monkeypatch, tmp_path):
-    result = demo_with(monkeypatch, tmp_path, "Hello there", long_function(), "Greet me")
-    assert result.exit_code == 0, result.output
-    assert "identical" in result.stdout
-    assert "check" not in result.stdout
-
-
-def test_the_demo_says_so_when_no_request_suits(monkeypatch, tmp_path):
-    assert_one_error(demo_with(monkeypatch, tmp_path, "def f(): short", long_function()), "No request is answered")
-    assert_one_error(demo_with(monkeypatch, tmp_path, "No function. " * 20, long_function()), "No request is answered")
+def test_the_demo_takes_a_request_of_ones_own_or_one_that_suits(monkeypatch, tmp_path):
+    own = demo_with(monkeypatch, tmp_path, "Hello there", long_function(), "Greet me")
+    assert own.exit_code == 0, own.output
+    assert "identical" in own.stdout
+    assert "check" not in own.stdout
+    for unfit in ("def f(): short", "No function. " * 20):
+        assert_one_error(demo_with(monkeypatch, tmp_path, unfit, long_function()), "No request is answered")
 
 
 # --- prompt caches ------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def test_limit_and_template_choose_and_make_the_prompts(asked, tmp_path):
     asked = [file if part == asked[5] else part for part in asked]
     assert_one_error(invoke(*asked), "has no 'prompt' or 'messages'")
     assert score_of(*asked, "--template", "Q: {question}", "--limit", "1")["prompts"] == 1
+    assert_one_error(invoke(*asked[:-1], "1", "--template", "{question}"), "No answer was long enough for a block")
 
 
 def test_ctrl_c_leaves_the_score_of_what_was_answered(asked, monkeypatch):
@@ -64,10 +65,6 @@ def test_ctrl_c_leaves_the_score_of_what_was_answered(asked, monkeypatch):
     assert result.exit_code == 130
     assert "1 prompts, " in result.stdout
     assert result.stderr == "Stopped after 1 of 2 prompts.\n"
-
-
-def test_an_answer_without_a_block_is_one_line(asked):
-    assert_one_error(invoke(*asked[:-1], "1"), "No answer was long enough for a block")
 
 
 def test_suites_and_kinds_have_rows_of_their_own(asked, tmp_path):

@@ -25,21 +25,22 @@ def test_list_shows_every_architecture_with_its_adapter():
         assert ["│", model_type, "│", adapter.__name__, "│", adapter.__module__, "│"] in rows
 
 
-@pytest.mark.parametrize("model", ["mamba2", "folder"])
-def test_check_prints_a_line_for_each_check_and_the_verdict(model, folder):
+@pytest.mark.parametrize(
+    ("model", "title", "skipped"),
+    [
+        ("mamba2", "mamba2: GenericAdapter; caches: ArraysCache", ("decoding trees", "a drafter's sizes")),
+        ("folder", "llama: LlamaAdapter; caches: KVCache", ()),
+    ],
+)
+def test_check_prints_a_line_for_each_check_and_the_verdict(model, title, skipped, folder):
     result = invoke("adapters", "check", folder if model == "folder" else model, "--rounds", 2)
     assert result.exit_code == 0, result.output
-    *checks, title, verdict = result.stdout.splitlines()
-    left_out = ("decoding trees", "a drafter's sizes") if model == "mamba2" else ()
-    assert [line.partition(": ")[0] for line in checks] == [
-        f"{'skip' if name.startswith(left_out) else 'pass'}  {name}" for name in CHECKS
-    ]
-    expected = (
-        "llama: LlamaAdapter; caches: KVCache" if model == "folder" else "mamba2: GenericAdapter; caches: ArraysCache"
-    )
-    assert title == expected
+    lines = [f"{'skip' if name.startswith(skipped) else 'pass'}  {name}" for name in CHECKS]
+    *checks, shown, verdict = result.stdout.splitlines()
+    assert [line.partition(": ")[0] for line in checks] == lines
+    assert shown == title
     count = len(CHECKS)
-    assert verdict == (f"{count - 2} checks passed, 2 skipped." if model == "mamba2" else f"All {count} checks passed.")
+    assert verdict == (f"{count - 2} checks passed, 2 skipped." if skipped else f"All {count} checks passed.")
 
 
 def test_a_failed_check_says_the_first_difference_and_exits_with_1(folder, monkeypatch):
@@ -92,7 +93,4 @@ def test_bench_shows_the_time_of_a_rewind_for_each_kind_of_cache(monkeypatch):
     assert cost.fraction == cost.rewind / cost.block
     result = invoke("adapters", "bench", "--blocks", 2)
     assert result.exit_code == 0
-    (row,) = [line.split("│")[1:-1] for line in result.stdout.splitlines() if "full attention" in line]
-    cells = [cell.strip() for cell in row]
-    assert cells[:3] == ["full attention", "qwen3", "0M"]
-    assert all(re.fullmatch(r"[\d.]+ (ms|%)|[\d.]+%", cell) for cell in cells[3:])
+    assert re.search(r"full attention .*qwen3", result.stdout)

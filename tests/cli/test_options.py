@@ -162,7 +162,6 @@ def test_a_system_prompt_and_template_switches_reach_the_template(command, argum
         (["--chat-template-config", "{"], "--chat-template-config is not valid JSON"),
         (["--chat-template-config", "[1]"], "--chat-template-config must be a JSON object"),
         (["--kv-bits", "5"], "kv_bits must be 2, 3, 4, 6 or 8"),
-        (["--kv-bits", "8"], "kv_group_size 64 does not divide"),
     ],
 )
 def test_what_loads_and_holds_models_is_checked_in_every_command_that_drafts(
@@ -177,15 +176,11 @@ def test_what_loads_and_holds_models_is_checked_in_every_command_that_drafts(
     [
         (["--block-size", "1"], "--block-size must be at least 2, the anchor and one draft; got 1"),
         (["--temp", "-1"], "temperature must be .*got -1.0"),
-        (["--top-p", "2"], "top_p must be .* from 0 to 1, got 2.0"),
-        (["--min-p", "-1"], "min_p must be .* from 0 to 1, got -1.0"),
-        (["--repetition-penalty", "-1"], "repetition_penalty must be .* at least 0, got -1.0"),
         (["--presence-penalty", "nan"], "presence_penalty must be a finite number, got nan"),
         (["--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
         (["--logit-bias", '{"a": 1}'], "--logit-bias must name token ids, got 'a'"),
         (["--stop", ""], "--stop must not be empty"),
-        (["--seed", "-1"], f"--seed must be a whole number from 0 to {2**64 - 1}, got -1"),
-        (["--seed", str(2**64)], f"--seed must be .* got {2**64}"),
+        (["--seed", str(2**64)], f"--seed must be a whole number from 0 to {2**64 - 1}, got {2**64}"),
         (["--verify", "nope"], "Unknown verification rule 'nope'"),
         (["--sampler", "nope"], "Unknown sampler 'nope'"),
         (["--logits-processor", "nope"], "Unknown logits processor 'nope'"),
@@ -196,27 +191,20 @@ def test_a_bad_option_of_decoding_is_one_line_before_a_model_loads(command, opti
     assert_one_error(invoke(*arguments(command, ["--target", "no such folder"], *options)), message)
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "cache-prompt", "demo", "doctor"])
-def test_an_empty_drafter_is_refused(command, arguments):
-    assert_one_error(invoke(*arguments(command, [], "--drafter", " ")), "--drafter is empty")
-
-
-@pytest.mark.parametrize("command", ["demo", "doctor", "prepare"])
-@pytest.mark.parametrize(("target", "message"), [("", "--target is empty"), ("no such folder", "No checkpoint folder")])
-def test_a_bad_target_is_one_line(command, target, message, arguments):
-    assert_one_error(invoke(*arguments(command, [], "--target", target)), message)
-
-
-@pytest.mark.parametrize("command", ["bench", "eval", "prepare"])
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("commands", "options", "message"),
     [
-        (["--limit", "0"], "limit must be at least 1, got 0"),
-        (["--template", "{question}"], "has no 'question' for the template"),
+        (["generate", "bench", "cache-prompt", "demo", "doctor"], ["--drafter", " "], "--drafter is empty"),
+        (["demo", "doctor", "prepare"], ["--target", ""], "--target is empty"),
+        (["demo", "doctor", "prepare"], ["--target", "no such folder"], "No checkpoint folder"),
+        (["bench", "eval", "prepare"], ["--limit", "0"], "limit must be at least 1, got 0"),
+        (["bench", "eval", "prepare"], ["--template", "{question}"], "has no 'question' for the template"),
     ],
 )
-def test_bad_choices_of_prompts_are_one_line(command, options, message, arguments, pair):
-    assert_one_error(invoke(*arguments(command, pair, *options)), message)
+def test_a_bad_model_or_choice_of_prompts_is_one_line(commands, options, message, arguments, pair):
+    for command in commands:
+        named = [] if options[0] in ("--target", "--drafter") else pair
+        assert_one_error(invoke(*arguments(command, named, *options)), message)
 
 
 @pytest.mark.parametrize("command", [["bench", "--prompts"], ["eval", "--prompts"], ["prepare", "--output", "made"]])

@@ -3,7 +3,7 @@
 import logging
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 
 import mlx.core as mx
 import pytest
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.core.errors import DFlashError, GenerationError
-from dflash.options import DecodeOptions, decode_options, option_names
+from dflash.options import DecodeOptions, decode_options
 from dflash.prompts.tokens import prompt_tokens
 
 PROMPT = [65, 66]
@@ -53,13 +53,9 @@ def target_with_template(template: str | None) -> LoadedTargetModel:
 def test_text_messages_and_a_system_prompt_are_the_templates_tokens():
     loaded = text_target()
     assert prompt_tokens(loaded, "hi") == prompt_tokens(loaded, [USER]) == templated(USER)
-    assert prompt_tokens(loaded, "hi", system="Be brief.") == templated(SYSTEM, USER)
     assert prompt_tokens(loaded, [USER, ANSWER, USER], system="Be brief.") == templated(SYSTEM, USER, ANSWER, USER)
     assert prompt_tokens(loaded, "hi", chat=False) == wrapped_tokenizer().encode("hi")
     assert prompt_tokens(loaded, mx.array([[1, 2]])) == prompt_tokens(loaded, (1, 2)) == [1, 2]
-
-
-def test_switches_reach_the_chat_template():
     loaded = target_with_template("{{ 'quick' if speed is defined and speed > 3 else 'slow' }}")
     assert prompt_tokens(loaded, "hi") == byte_tokenizer().encode("slow")
     quick = prompt_tokens(loaded, "hi", chat_template_config={"speed": 4})
@@ -72,9 +68,6 @@ def test_messages_system_and_switches_reach_the_decoder():
     assert decoder.generate([USER, ANSWER, USER], system="Be brief.") == "yes"
     (first, *_) = decoder.stream_generate([SYSTEM, USER, ANSWER, USER], chat_template_config={"unused": 1})
     assert first.prompt_tokens == len(prompt)
-    raw = wrapped_tokenizer().encode("hi")
-    (first, *_) = writer("yes", raw).stream_generate("hi", 10, chat=False)
-    assert first.prompt_tokens == len(raw)
 
 
 BAD_PROMPTS = {
@@ -178,12 +171,12 @@ BAD_OPTIONS = {
 def test_a_bad_option_is_refused_at_once_in_one_line_that_names_it(name):
     options, words = BAD_OPTIONS[name]
     decoder = writer("abc", max_seq_length=100)
-    calls = [lambda: decoder.stream_generate(PROMPT, **options), lambda: decoder.generate(PROMPT, **options)]
+    calls = [decoder.stream_generate, decoder.generate]
     if "stop_strings" not in options:
-        calls.append(lambda: decoder.spec_generate(mx.array([PROMPT]), **options))
+        calls.append(decoder.spec_generate)
     for call in calls:
         with pytest.raises(DFlashError) as error:
-            call()
+            call(PROMPT, **options)
         refused(error, *words)
 
 
@@ -228,21 +221,7 @@ def test_the_fields_are_known_without_mlx_and_keep_its_defaults():
     assert DecodeOptions().quantized_kv_start == DEFAULT_QUANTIZED_KV_START
 
 
-def test_none_is_the_default_of_every_option():
+def test_none_is_the_default_of_every_option_and_temperature_is_mlx_lms_name_of_temp():
     assert DecodeOptions(**{field.name: None for field in fields(DecodeOptions)}) == DecodeOptions()
     assert DecodeOptions(repetition_penalty=None, seed=3).given() == {"seed": 3}
-
-
-def test_plain_decoding_has_the_options_of_sampling():
-    assert set(option_names("sampling")) == {
-        *("max_tokens", "temp", "top_p", "min_p", "top_k", "seed", "sampler", "logits_processors", "logit_bias"),
-        *(f"{kind}_{what}" for kind in ("repetition", "presence", "frequency") for what in ("penalty", "context_size")),
-    }
-
-
-def test_the_record_is_frozen_and_takes_mlx_lms_name_of_the_temperature():
-    options = decode_options({"temperature": 0.5, "top_k": None})
-    assert (options.temp, options.top_k) == (0.5, 0)
-    assert options == decode_options({"temp": 0.5}) == DecodeOptions(temp=0.5)
-    with pytest.raises(FrozenInstanceError):
-        options.temp = 1.0
+    assert decode_options({"temperature": 0.5, "top_k": None}) == DecodeOptions(temp=0.5)

@@ -31,17 +31,11 @@ def test_every_form_of_line_is_read(tmp_path):
     assert [c.where[-6:] for c in read] == ["line 1", "line 2", "line 4", "line 5"]
 
 
-def test_a_template_makes_the_prompt_from_a_lines_own_keys(tmp_path):
-    file = write_lines(tmp_path / "p.jsonl", '{"question": "1+1?", "level": 3, "response": "2"}')
-    (read,) = read_conversations(str(file), template="[{level}] {question}")
+def test_a_template_makes_the_prompt_from_a_lines_own_keys_and_the_other_keys_are_kept(tmp_path):
+    line = '{"question": "1+1?", "level": 3, "response": "2", "prompt": "not this"}'
+    (read,) = read_conversations(write_lines(tmp_path / "p.jsonl", line), template="[{level}] {question}")
     assert [m["content"] for m in read.messages] == ["[3] 1+1?", "2"]
-
-
-def test_the_other_keys_of_a_line_are_kept(tmp_path):
-    file = write_lines(tmp_path / "p.jsonl", '{"question": "1+1?", "answer": "2", "prompt": "not this"}')
-    (read,) = read_conversations(file, template="{question}")
-    assert read.extra == {"question": "1+1?", "answer": "2"}
-    assert read.unanswered().extra == read.extra
+    assert read.extra == read.unanswered().extra == {"question": "1+1?", "level": 3}
 
 
 def test_a_limit_reads_the_first_lines_only(tmp_path):
@@ -54,13 +48,6 @@ def test_parts_of_a_hub_dataset_are_refused_for_a_file(tmp_path, target_folder):
     for option in ("--split", "--subset"):
         result = invoke_prepare(file, tmp_path, target_folder, option, "main")
         assert_one_error(result, f"p.jsonl is a file; {option} chooses a part of a hub dataset")
-
-
-def test_a_path_is_never_a_hub_dataset(monkeypatch, tmp_path):
-    fake_datasets(monkeypatch, [{"prompt": "a"}])
-    assert len(read_conversations("org/set")) == 1
-    with pytest.raises(DataError, match=r"There is no file 'org/set'; expected a JSONL file\.$"):
-        read_conversations(Path("org/set"))
 
 
 def user(text: object) -> str:
@@ -87,6 +74,10 @@ BAD_LINES = {
     "role": ('{"messages": [{"role": "human", "content": ""}]}', "line 3: the role 'human' is not known"),
     "parts": (user([{"type": "text"}]), "line 3: the text of the user must be a string"),
     "assistant first": ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 3 has no message of the user"),
+    "system last": (
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]}',
+        "line 3 ends with the role 'system'",
+    ),
     "surrogate": ('{"prompt": "\\ud800"}', "line 3: the text of the user holds half a surrogate pair"),
     "long number": ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "line 3 cannot be read: Exceeds the limit"),
     "deep": ("[" * 100_000, "line 3 is (nested too deeply|not valid JSON)"),
@@ -94,16 +85,12 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_bad_line_is_one_line_of_error_with_its_number(kind, tmp_path, target_folder):
+def test_a_bad_line_is_one_line_of_error_with_its_number(kind, tmp_path):
     line, message = BAD_LINES[kind]
     file = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}', "", line)
-    assert_one_error(invoke_prepare(file, tmp_path, target_folder), message)
-
-
-def test_a_conversation_that_ends_with_a_system_message_is_refused():
-    turns = [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]
-    with pytest.raises(DataError, match="line 1 ends with the role 'system'"):
-        conversation({"messages": turns}, "line 1")
+    with pytest.raises(DataError, match=message) as error:
+        read_conversations(file)
+    assert "\n" not in str(error.value)
 
 
 @given(st.binary(max_size=80))
@@ -145,36 +132,42 @@ def test_a_hub_dataset_is_read_by_name_split_and_template(monkeypatch):
 
 def test_a_hub_dataset_that_cannot_be_had_is_one_line_of_error(monkeypatch, tmp_path, target_folder):
     fake_datasets(monkeypatch, ConnectionError("no route\nto host"))
-    assert_one_error(
-        invoke_prepare("org/set", tmp_path, target_folder), "Cannot load split 'train' .* no route to host"
-    )
+    with pytest.raises(DataError, match=r"Cannot load split 'train' .* no route to host"):
+        read_conversations("org/set")
     fake_datasets(monkeypatch, [])
-    assert_one_error(invoke_prepare("org/set", tmp_path, target_folder), "org/set is empty")
+    with pytest.raises(DataError, match="org/set is empty"):
+        read_conversations("org/set")
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     assert_one_error(invoke_prepare("org/set", tmp_path, target_folder), r"pip install '\.\[hub\]'")
 
 
-def test_reading_a_file_never_asks_for_the_hub_library(monkeypatch, tmp_path):
+def test_a_file_and_a_path_are_never_a_hub_dataset(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "org").mkdir()
     write_lines(tmp_path / "org/set", '{"prompt": "a"}')
     monkeypatch.chdir(tmp_path)
     assert len(read_conversations("org/set")) == 1
-    with pytest.raises(DataError, match=r"There is no file 'data/none.jsonl'"):
-        read_conversations("data/none.jsonl")
+    for missing in ("data/none.jsonl", Path("org/none")):
+        with pytest.raises(DataError, match=f"There is no file '{missing}'; expected a JSONL file"):
+            read_conversations(missing)
 
 
-@pytest.mark.parametrize("content", ["", "\n \n"])
-def test_an_empty_file_is_one_line_of_error(target_folder, tmp_path, content):
-    data = write_lines(tmp_path / "p.jsonl", content)
-    assert_one_error(invoke_prepare(data, tmp_path, target_folder), "p.jsonl is empty; expected lines such as")
-
-
-def test_a_missing_file_and_a_folder_are_one_line_of_error(target_folder, tmp_path):
-    assert_one_error(
-        invoke_prepare(tmp_path / "none.jsonl", tmp_path, target_folder), "There is no file '.*none.jsonl'"
-    )
-    assert_one_error(invoke_prepare(tmp_path, tmp_path, target_folder), "Cannot read .*: Is a directory")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "p.jsonl is empty; expected lines such as"),
+        ("\n \n", "p.jsonl is empty; expected lines such as"),
+        (None, "There is no file '.*p.jsonl'"),
+        ("a folder", "Cannot read .*: Is a directory"),
+    ],
+)
+def test_a_file_without_prompts_is_one_line_of_error(target_folder, tmp_path, content, message):
+    data = tmp_path / "p.jsonl"
+    if content == "a folder":
+        data.mkdir()
+    elif content is not None:
+        data.write_text(content)
+    assert_one_error(invoke_prepare(data, tmp_path, target_folder), message)
 
 
 def test_the_digest_tells_conversations_apart_by_every_turn():

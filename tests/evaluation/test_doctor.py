@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 from support.cli import assert_one_error, invoke
 from support.models import random_drafter
 
@@ -30,9 +29,14 @@ def test_doctor_shows_kind_weights_and_the_meaning_of_every_key(tmp_path):
     assert set(lines) >= {field.name for field in dataclasses.fields(DFlash2Config)}
 
 
-def test_every_key_of_a_published_kind_has_a_meaning():
-    kinds = (drafters.get(kind) for kind in ("dflash", "dflash2", "dspark"))
-    assert {field.name for kind in kinds for field in dataclasses.fields(kind.config_class)} <= MEANINGS.keys()
+def test_every_kind_is_described_in_plain_words_and_every_key_of_a_published_one_has_a_meaning():
+    published = (drafters.get(kind) for kind in ("dflash", "dflash2", "dspark"))
+    assert {field.name for kind in published for field in dataclasses.fields(kind.config_class)} <= MEANINGS.keys()
+    kinds = [AutoregressiveDrafter, *drafters.all().values()]
+    for kind in (*kinds, *(type(load_drafter(name)) for name in ("ngram", "mtp", "ngram+mtp"))):
+        description = kind.__doc__.partition("\n")[0]
+        assert ":class:" not in description
+        assert description.endswith(".")
 
 
 def test_a_drafter_without_weights_is_described_and_one_that_is_not_there_is_one_line():
@@ -40,11 +44,3 @@ def test_a_drafter_without_weights_is_described_and_one_that_is_not_there_is_one
     assert report["reads"] == "the tokens alone"
     assert report["kind"].startswith("NgramDrafter: ")
     assert_one_error(invoke("doctor", "--drafter", "no/such/folder"), "no/such/folder")
-
-
-@pytest.mark.parametrize("name", ["ngram", "mtp", "ngram+mtp", "autoregressive", *drafters.all()])
-def test_a_kind_is_described_in_plain_words(name):
-    kinds = drafters.all() | {"autoregressive": AutoregressiveDrafter}
-    about = (kinds[name] if name in kinds else type(load_drafter(name))).__doc__.partition("\n")[0]
-    assert ":class:" not in about
-    assert about.endswith(".")

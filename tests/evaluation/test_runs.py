@@ -129,14 +129,6 @@ def test_a_failing_side_is_an_error_that_names_side_and_prompt(sides, message, t
         compared(writer("x").loaded_target, *sides, together=together)
 
 
-def test_counts_below_one_are_errors():
-    target = writer("x").loaded_target
-    with pytest.raises(DFlashError, match="max_tokens must be at least 1"):
-        bench.plain_side(target, -1)
-    with pytest.raises(DFlashError, match="runs must be at least 1"):
-        compared(target, GOOD, GOOD, runs=0)
-
-
 @pytest.mark.parametrize("max_tokens", [1, 2, 17, 60])
 def test_the_real_sides_write_the_same_tokens_and_text(max_tokens):
     prompt = [65, 66]
@@ -155,15 +147,12 @@ def test_the_real_sides_write_the_same_tokens_and_text(max_tokens):
 
 def test_a_prompt_on_which_a_side_fails_leaves_the_others():
     def fails_on_the_first(prompt):
-        if prompt == PROMPTS[0].tokens:
-            raise RuntimeError("no memory")
-        return scripted_side("d", [5, 6], [])(prompt)
+        return (broken if prompt == PROMPTS[0].tokens else GOOD)(prompt)
 
     errors: list[DFlashError] = []
-    target, plain = writer("x").loaded_target, scripted_side("p", [5, 6], [])
-    (kept,) = compared(target, plain, fails_on_the_first, on_failure=errors.append)
+    (kept,) = compared(writer("x").loaded_target, GOOD, fails_on_the_first, on_failure=errors.append)
     assert kept.prompt is PROMPTS[1]
-    assert [str(error) for error in errors] == ["DFlash failed on prompt 1: no memory"]
+    assert [str(error) for error in errors] == ["DFlash failed on prompt 1: out of memory in a kernel"]
 
 
 def test_answers_are_no_longer_than_the_room_that_is_left():

@@ -50,11 +50,6 @@ def test_a_suite_is_read_from_the_hub_by_name_subset_and_split(monkeypatch, capl
     assert caplog.messages == ["gsm8k has 1 prompts here; expected 1319."]
 
 
-def test_names_files_and_all_are_told_apart():
-    assert named_suites(["mbpp=a=b.jsonl", "gsm8k"]) == [(SUITES["mbpp"], "a=b.jsonl"), (SUITES["gsm8k"], None)]
-    assert named_suites(["all"]) == [(suite, None) for suite in SUITES.values()]
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -64,7 +59,9 @@ def test_names_files_and_all_are_told_apart():
         (["all=x.jsonl"], "names no file of one suite"),
     ],
 )
-def test_other_names_are_one_error(names, message):
+def test_names_files_and_all_are_told_apart_and_others_are_one_error(names, message):
+    assert named_suites(["mbpp=a=b.jsonl", "gsm8k"]) == [(SUITES["mbpp"], "a=b.jsonl"), (SUITES["gsm8k"], None)]
+    assert named_suites(["all"]) == [(suite, None) for suite in SUITES.values()]
     with pytest.raises(DFlashError, match=message):
         named_suites(names)
 

@@ -1,4 +1,4 @@
-"""The report of traces: one file, no network, readable with a keyboard and on a phone; read in a headless browser."""
+"""The report of traces: one file, no network, readable with a keyboard; read in a headless browser."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ import pytest
 from support.browser import BROWSER, run_in_page
 from support.cli import assert_one_error, invoke
 from support.errors import refused
-from support.models import TEXT_VOCAB, random_drafter, target, wrapped_tokenizer, writer
+from support.models import TEXT_VOCAB, random_drafter, wrapped_tokenizer, writer
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, TraceFile
 from dflash.core.errors import DataError, DFlashError
@@ -65,18 +65,13 @@ def test_the_page_refers_to_nothing_outside(page):
     assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)|fetch\(|XMLHttpRequest|import\(", text)
 
 
-def test_plots_take_the_pages_colours_say_what_they_show_and_share_no_ids(page, traces):
+def test_plots_say_what_they_show_and_share_no_ids_and_equal_traces_have_equal_bytes(page, traces):
     text = page.read_text()
-    attributes = _Attributes(text)
-    ids = attributes.values("id")
+    ids = _Attributes(text).values("id")
     assert len(ids) == len(set(ids))
-    plots = re.findall(r"<svg.*?</svg>", text, re.S)
-    assert len(plots) == 4
-    colours = {f"var(--{name})" for name in ("ink", "edge", "c0", "c1", *(f"p{i}" for i in range(6)))}
-    for plot, words in zip(plots, ("Survival by position: often ", "Drafts", "Calibration", "Time"), strict=True):
-        assert f'role="img" aria-label="{words}' in plot
-        assert set(re.findall(r"(?:fill|stroke): ?([^;\"]+)", plot)) <= colours | {"none"}
-    assert text == report(read_traces(*traces))  # equal traces, equal bytes
+    shown = re.findall(r'<svg[^>]* role="img" aria-label="([^":]*)', text)
+    assert len(shown) == 4
+    assert text == report(read_traces(*traces))
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, traces):
@@ -85,16 +80,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, traces):
     with pytest.raises(DFlashError) as error:
         report(read_traces(*traces))
     refused(error, "matplotlib", "pip install '.[study]'")
-
-
-def test_a_report_has_less_than_a_megabyte_for_256_tokens(tmp_path):
-    loaded = LoadedTargetModel(target("qwen3", 1, TEXT_VOCAB).model, wrapped_tokenizer())
-    decoder = DFlashSpeculativeDecoder(loaded, random_drafter(3, TEXT_VOCAB, block_size=16), policy="full")
-    decoder.generate([65, 66, 67], max_tokens=64, trace=tmp_path / "a.jsonl")  # a block for almost every token
-    records = list(read_records(tmp_path / "a.jsonl"))
-    assert sum(len(r["tokens"]) for r in records[1:]) == 64 < len(records) + 10
-    assert invoke("report", tmp_path / "a.jsonl", "-o", tmp_path / "a.html").exit_code == 0
-    assert (tmp_path / "a.html").stat().st_size < 1_000_000 * 64 / 256
 
 
 @pytest.mark.parametrize(
@@ -112,8 +97,7 @@ def test_what_cannot_be_shown_is_one_line_and_no_page(traces, tmp_path, monkeypa
         report(read_traces(*traces), texts=0)
 
 
-@pytest.mark.parametrize("policy", ["full", 1])
-@pytest.mark.parametrize("requests", [1, 2])
+@pytest.mark.parametrize(("requests", "policy"), [(1, "full"), (2, 1)])
 def test_survival_has_bands_of_several_requests_and_says_what_a_policy_does_to_it(requests, policy):
     records: list[dict] = []
     for _ in range(requests):
@@ -155,10 +139,3 @@ def test_texts_stand_side_by_side_and_a_block_tells_its_drafts_when_pointed_at_o
     counts = f"{blocks[2]['accepted']} of {blocks[2]['verified']}"
     assert found["hover"] == found["clicked"] == [f"random, block 2: {counts} checked drafts accepted", *drafts]
     assert (found["first"], found["escaped"], found["next"]) == (None, None, "text1-block3")
-
-
-@needs_browser
-def test_on_a_phone_nothing_is_wider_than_the_screen(page, tmp_path):
-    script = "return [document.documentElement.scrollWidth, innerWidth];"
-    width, screen = run_in_page(page, script, tmp_path, width=500)  # the least that the browser gives a window
-    assert width <= screen <= 500

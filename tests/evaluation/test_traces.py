@@ -62,50 +62,37 @@ def test_tables_have_a_row_each(by_hand):
 
 def test_quantities_are_those_counted_by_hand(by_hand):
     tables = t.read_traces(by_hand)
-    assert t.acceptance_length(tables.blocks).value == (3 + 1 + 4 + 2) / 4  # the plain step is no block
+    length = t.acceptance_length(tables.blocks)
+    assert length.value == (3 + 1 + 4 + 2) / 4  # the plain step is no block
+    expected = bootstrap(ratio_of_sums([4, 6], [2, 2]), 2)  # of whole requests
+    assert (length.low, length.high) == (expected.low, expected.high) == (2.0, 3.0)
     assert t.tokens_per_second(tables.requests).value == (5 + 6) / 4.5
     survival = t.survival(tables.drafts)
     assert survival.position.tolist() == [1, 2, 3]
     assert survival.blocks.tolist() == [4, 4, 3]
     assert survival.survival.tolist() == pytest.approx([3 / 4, 3 / 4, 1 / 3])
     assert survival.low.notna().all()
-    alone = t.survival(tables.drafts[tables.drafts.request == 0])
-    assert alone.low.isna().all()  # one request says nothing of others
-    assert alone.high.isna().all()
     assert survival.acceptance.tolist() == pytest.approx([3 / 4, 1, 1 / 2])
     assert t.acceptance_counts(tables.blocks).tolist() == [1, 0, 1, 2]
     assert t.time_by_part(tables.blocks).to_dict() == {
         **{"prefill": 2.0, "draft": 1.0, "verify": 2.0, "rewind": 0.5},
         **{"plain": 0.5, "host": 0.5},
     }
+    alone = t.survival(tables.drafts[tables.drafts.request == 0])
+    assert alone.low.isna().all()  # one request says nothing of others
+    assert t.acceptance_length(t.read_traces(by_hand[:5]).blocks).low is None
 
 
 def test_calibration_counts_the_drafts_that_were_reached(by_hand):
+    """By the confidence head's probabilities where there is one, and not at all where there are none."""
     table = t.calibration(t.read_traces(by_hand).drafts)
     assert table.low.tolist() == pytest.approx([0.1, 0.8, 0.9])
     assert table.drafts.tolist() == [1, 3, 5]
     assert table.probability.tolist() == pytest.approx([0.15, 0.85, 0.95])
     assert table.accepted.tolist() == pytest.approx([0, 1, 4 / 5])
     assert t.calibration_error(table) == pytest.approx((0.15 + 3 * 0.15 + 5 * 0.15) / 9)
-
-
-def test_a_confidence_head_is_what_is_calibrated(by_hand):
-    for record in by_hand:
-        if record["record"] == "block" and record["drafts"]:
-            record["confidence"] = [0.35] * 4
-    table = t.calibration(t.read_traces(by_hand).drafts)
-    assert table.probability.tolist() == pytest.approx([0.35])
-
-
-def test_intervals_draw_whole_requests(by_hand):
-    interval = t.acceptance_length(t.read_traces(by_hand).blocks)
-    expected = bootstrap(ratio_of_sums([4, 6], [2, 2]), 2)
-    assert (interval.low, interval.high) == (expected.low, expected.high) == (2.0, 3.0)
-    alone = t.acceptance_length(t.read_traces(by_hand[:5]).blocks)
-    assert (alone.low, alone.high) == (None, None)
-
-
-def test_a_drafter_without_probabilities_has_no_calibration(by_hand):
+    head = [record | {"confidence": [0.35] * len(record.get("drafts", ()))} for record in by_hand]
+    assert t.calibration(t.read_traces(head).drafts).probability.tolist() == pytest.approx([0.35])
     for record in by_hand:
         record.pop("draft_probability", None)
     tables = t.read_traces(by_hand)

@@ -22,6 +22,11 @@ settings.register_profile("random", **_SLOW_START)  # new ones: pytest --hypothe
 settings.load_profile("dflash")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Notebooks first: each is one long test, and a process that begins one last keeps all others waiting."""
+    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+
+
 @pytest.fixture(autouse=True)
 def clock_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks and plain steps take equally long, so that what the default policy decides depends on drafts alone."""

@@ -34,30 +34,33 @@ class Outer(Checked):
     options: dict[str, Any] = setting(meaning="free keys", factory=dict)  # noqa: RUF009
 
 
-def test_an_unknown_key_names_the_nearest(tmp_path):
-    with pytest.raises(SettingsError, match=r"fit: unknown key 'stesp'; did you mean 'steps'\?"):
-        from_dict(TargetSettings, {"config": {}, "samples": 1, "fit": {"stesp": 3}}, "here")
-    with pytest.raises(SettingsError, match="here: fit missing"):
-        from_dict(TargetSettings, {"config": {}, "samples": 1}, "here")
-    with pytest.raises(SettingsError, match="samples must be of type int, got 'many'"):
-        from_dict(TargetSettings, {"config": {}, "samples": "many", "fit": {"steps": 1}}, "here")
-    (tmp_path / "broken.yaml").write_text("a: [1")
-    with pytest.raises(SettingsError, match="not valid YAML"):
-        load_settings(TargetSettings, tmp_path / "broken.yaml")
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"config": {}, "samples": 1, "fit": {"stesp": 3}}, r"fit: unknown key 'stesp'; did you mean 'steps'\?"),
+        ({"config": {}, "samples": 1}, "here: fit missing"),
+        ({"config": {}, "samples": "many", "fit": {"steps": 1}}, "samples must be of type int, got 'many'"),
+    ],
+)
+def test_a_key_that_is_unknown_missing_or_of_another_type_is_named(data, message):
+    with pytest.raises(SettingsError, match=message):
+        from_dict(TargetSettings, data, "here")
 
 
-def test_a_key_that_is_there_twice_is_refused(tmp_path):
-    (tmp_path / "twice.yaml").write_text("target: a\ndata:\n  folder: x\n  seed: 1\n  seed: 2\n")
-    with pytest.raises(SettingsError, match=r"not valid YAML: the key 'seed' is there twice\s.*line 5"):
-        load_settings(Recipe, tmp_path / "twice.yaml")
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "latin.yaml").write_bytes(b"target: caf\xe9")
-    with pytest.raises(SettingsError, match=r"Cannot read the recipe .*latin\.yaml: it is not UTF-8 text"):
-        load_settings(Recipe, tmp_path / "latin.yaml")
-    with pytest.raises(SettingsError, match=r"Cannot read the recipe .*: No such file"):
-        load_settings(Recipe, tmp_path / "none.yaml")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1", "not valid YAML"),
+        (b"target: a\ndata:\n  seed: 1\n  seed: 2\n", r"not valid YAML: the key 'seed' is there twice\s.*line 4"),
+        (b"target: caf\xe9", r"Cannot read the recipe .*recipe\.yaml: it is not UTF-8 text"),
+        (None, r"Cannot read the recipe .*recipe\.yaml: No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "recipe.yaml").write_bytes(content)
+    with pytest.raises(SettingsError, match=message):
+        load_settings(Recipe, tmp_path / "recipe.yaml")
 
 
 @pytest.mark.parametrize("size", [0, 9, -1])

@@ -24,24 +24,36 @@ def test_a_target_has_the_same_fingerprint_wherever_it_comes_from(tmp_path):
     assert fingerprint(qwen3_model(0, TEXT_VOCAB)) != once  # not rounded to bfloat16
 
 
-def nudged():
+def nudged(*path: str):
+    """A target of which one weight, of layer 2, is another."""
     model = qwen3_model(0, 32)
-    model.layers[2].mlp.up_proj.weight = model.layers[2].mlp.up_proj.weight * 1.001
+    module = model.layers[2]
+    for name in path:
+        module = module[name]
+    module.weight = module.weight * 1.01
     return model
 
 
 OTHERS = {
     "other seed": lambda: qwen3_model(1, 32),
-    "one weight of a fine-tuned copy": nudged,
+    "other architecture": lambda: llama_model(0, 32),
+    "one norm of a fine-tuned copy": lambda: nudged("self_attn", "k_norm"),
+    "more tokens": lambda: qwen3_model(0, 48),
+    "fewer layers": lambda: qwen3_model(0, 32, layers=3),
+    "one weight of a fine-tuned copy": lambda: nudged("mlp", "up_proj"),
     "other base of rotary positions": lambda: qwen3_model(0, 32, rope_theta=20_000.0),
     "untied head": lambda: qwen3_model(0, 32, tied=False),
-    "other architecture": lambda: llama_model(0, 32),
 }
+SAME_NORMS = ("one weight of a fine-tuned copy", "other base of rotary positions", "untied head")
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_target_has_another_fingerprint(other):
-    assert fingerprint(OTHERS[other]()) != fingerprint(qwen3_model(0, 32))
+def test_another_target_has_another_fingerprint_and_other_norms(other):
+    model, another = qwen3_model(0, 32), OTHERS[other]()
+    assert fingerprint(another) != fingerprint(model)
+    norms = [norm_fingerprint(LoadedTargetModel(m)) for m in (model, another)]
+    assert [len(found) for found in norms] == [64, 64]
+    assert other in SAME_NORMS or norms[0] != norms[1]
 
 
 # --- norms --------------------------------------------------------------------------------------------------
@@ -60,28 +72,6 @@ def test_a_target_has_the_same_norms_at_every_precision_and_in_every_format(tmp_
     assert len({norm_fingerprint(target) for target in found.values()}) == 1
     nn.quantize(model, group_size=32, bits=8)
     assert norm_fingerprint(LoadedTargetModel(model)) == norm_fingerprint(hub)
-
-
-def another_norm():
-    model = qwen3_model(0, 32)
-    model.layers[2].self_attn.k_norm.weight = model.layers[2].self_attn.k_norm.weight * 1.01
-    return model
-
-
-OTHER_NORMS = {
-    "other seed": OTHERS["other seed"],
-    "one norm of a fine-tuned copy": another_norm,
-    "more tokens": lambda: qwen3_model(0, 48),
-    "fewer layers": lambda: qwen3_model(0, 32, layers=3),
-    "other architecture": OTHERS["other architecture"],
-}
-
-
-@pytest.mark.parametrize("other", OTHER_NORMS)
-def test_another_target_has_other_norms(other):
-    mine, theirs = (norm_fingerprint(LoadedTargetModel(model)) for model in (qwen3_model(0, 32), OTHER_NORMS[other]()))
-    assert len(mine) == len(theirs) == 64
-    assert mine != theirs
 
 
 def test_a_target_without_norms_has_no_such_fingerprint():

@@ -12,10 +12,6 @@ import dflash
 from dflash.core.errors import CheckpointError, GenerationError
 from dflash.target import load_target
 
-ODD_MODEL = """
-from mlx_lm.models.qwen3 import Model, ModelArgs
-"""
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -27,20 +23,19 @@ def folder(tmp_path):
 )
 def test_nan_weights_are_refused_by_name(folder, name):
     weights = mx.load(str(folder / "model.safetensors"))
-    weights[name] = mx.where(mx.arange(weights[name].size) == 5, mx.nan, weights[name].reshape(-1)).reshape(
-        weights[name].shape
-    )
+    weights[name][..., 5] = mx.nan
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     with pytest.raises(CheckpointError, match=rf"target holds NaN in {name}; download or convert it again"):
         load_target(folder)
 
 
-def test_without_tokenizer_files_token_ids_decode_and_text_is_refused(tmp_path, caplog):
-    folder = save_target(qwen3_model(1), tmp_path / "target", tokenizer=False)
+def test_without_tokenizer_files_token_ids_decode_and_text_is_refused(folder, tmp_path, caplog):
     target = load_target(folder)
+    assert target.build_prompt("ab", chat=False) == byte_tokenizer().encode("ab")
+    assert target.stop_token_ids() == {byte_tokenizer().convert_tokens_to_ids(STOP)}
+    target = load_target(save_target(qwen3_model(1), tmp_path / "bare", tokenizer=False))
     assert "no tokenizer files" in caplog.text
-    assert target.tokenizer is None
-    assert target.stop_token_ids() == frozenset()
+    assert (target.tokenizer, target.stop_token_ids()) == (None, frozenset())
     _, features = target.forward_with_hidden_states(mx.array([[1, 2, 3]]), target.make_cache(), (0, 2))
     assert features.shape == (1, 3, 64)
     with pytest.raises(GenerationError, match=r"no tokenizer.*tokenizer\.json"):
@@ -55,16 +50,14 @@ def test_a_drafter_in_place_of_the_target_is_told_apart(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_a_tokenizer_is_loaded_with_its_stop_tokens(folder):
-    target = load_target(folder)
-    assert target.build_prompt("ab", chat=False) == byte_tokenizer().encode("ab")
-    assert target.stop_token_ids() == {byte_tokenizer().convert_tokens_to_ids(STOP)}
+def with_code_of_its_own(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_file": "odd.py"} | changes))
+    (folder / "odd.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs\n")
 
 
 def test_code_in_a_checkpoint_runs_only_if_it_is_trusted(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_file": "odd.py"}))
-    (folder / "odd.py").write_text(ODD_MODEL)
+    with_code_of_its_own(folder)
     with pytest.raises(CheckpointError, match=r"Python code of its own.*--trust-remote-code.*trust_remote_code=True"):
         load_target(folder)
     assert load_target(folder, trust_remote_code=True).num_layers == 4
@@ -73,9 +66,7 @@ def test_code_in_a_checkpoint_runs_only_if_it_is_trusted(folder):
 
 
 def test_an_architecture_that_transformers_does_not_know_loads_without_a_word(folder, capfd):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_file": "odd.py", "model_type": "odd"}))
-    (folder / "odd.py").write_text(ODD_MODEL)
+    with_code_of_its_own(folder, model_type="odd")
     handler = logging.StreamHandler()  # that of transformers may hold the stream of an earlier test
     logging.getLogger("transformers").addHandler(handler)
     try:

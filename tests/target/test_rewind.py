@@ -132,10 +132,12 @@ def test_a_sliding_window_never_hands_out_less_than_the_window():
     assert keys[:, 0].tolist() == list(range(11, 18))
 
 
-def test_every_kind_that_is_rewound_is_tested():
+def test_every_kind_that_is_rewound_is_tested_and_described_with_its_rule():
     here = {name.partition("(")[0] for name in KINDS}
     in_models = {"CacheList", "ChunkedKVCache"}  # test_architectures.py: deepseek_v32, llama4
     assert here | in_models == {kind.__name__ for kind in rewind.RULES}
+    described = rewind.describe([KVCache(), RotatingKVCache(4), ArraysCache(2)])
+    assert described == [("KVCache", "trim"), ("RotatingKVCache", "drop_newest"), ("ArraysCache", "replay")]
 
 
 class Odd(KVCache):
@@ -148,14 +150,6 @@ def test_a_cache_without_exact_rewind_is_refused_by_layer_and_class(other):
         rewind.check_rewindable([KVCache(), KVCache(), other])
     assert "\n" not in str(error.value)
     rewind.check_rewindable([KVCache(), RotatingKVCache(4)])
-
-
-def test_every_cache_is_described_with_its_rule():
-    assert rewind.describe([KVCache(), RotatingKVCache(4), ArraysCache(2)]) == [
-        ("KVCache", "trim"),
-        ("RotatingKVCache", "drop_newest"),
-        ("ArraysCache", "replay"),
-    ]
 
 
 @pytest.mark.parametrize("length", [-1, 6, 100])

@@ -110,14 +110,13 @@ def test_cells_alternate_and_another_is_first_on_each_prompt(make):
     assert [keys for _, keys in plan.turns()] == [[a, b, c], [b, c, a], [c, a, b]]
 
 
-@pytest.mark.parametrize("interrupted", ["features", "training", "decoding"])
+@pytest.mark.parametrize("interrupted", ["train", "time_side"])
 def test_ctrl_c_says_that_the_same_command_continues(write, monkeypatch, interrupted):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    name = {"features": "cache_features", "training": "train", "decoding": "time_side"}[interrupted]
     with monkeypatch.context() as patched:
-        patched.setattr(ablation, name, stop)
+        patched.setattr(ablation, interrupted, stop)
         result = invoke("ablate", write(cache_features=True))
     assert result.exit_code == 130
     assert re.search(r"Stopped. What is finished stays in .*study; the same command continues.", result.stderr)
@@ -242,27 +241,16 @@ def test_the_command_leaves_tables_plots_and_commands_that_make_a_cell_again(wri
     for name in ("acceptance_length", "tokens", "parameters", "heldout_loss"):
         assert cell[name] == same[name], name
     assert_one_error(invoke("ablate", file, "--only", "nobody"), "The study has no cell 'nobody'")
-    shown = invoke("ablate", file).stdout
-    assert "not told apart" in shown or "too few prompts" in shown
-    assert "pairs agree: of the pairs of cells that differ in the factor alone" in shown
-    assert [line.partition(":")[0] for line in shown.splitlines() if "median over prompts" in line] == [
-        "acceptance length",
-        "ratio of acceptance_length",
-    ]
+    assert "pairs agree: of the pairs of cells that differ in the factor alone" in invoke("ablate", file).stdout
 
 
-def test_a_dry_run_prints_cells_and_what_is_left_and_trains_nothing(write, tmp_path, caplog):
+def test_a_dry_run_prints_cells_and_what_is_left_and_trains_nothing(write, tmp_path):
     file = write()
     before = json.loads(invoke("ablate", file, "--dry-run", "--json").stdout)
-    assert [cell["of_steps"] for cell in before["cells"]] == [3] * 4
-    assert all(cell["steps"] == cell["answers"] == 0 for cell in before["cells"])
+    assert [(cell["steps"], cell["of_steps"], cell["answers"]) for cell in before["cells"]] == [(0, 3, 0)] * 4
     assert before["left"] == {"cells": 4, "drafters": 2, "answers": 15, "first_training_seconds": None}
     assert not (tmp_path / "study").exists()
-    table = invoke("ablate", file, "--dry-run").stdout
-    assert "4 of 4 cells left. To train: 2 drafters; to decode: 15 answers." in table  # plain decoding too
-    with caplog.at_level("INFO"):
-        assert invoke("ablate", file).exit_code == 0
-    assert re.search(r"Drafters left: 1; the first took \d+ s", caplog.text)
+    assert invoke("ablate", file).exit_code == 0
     after = json.loads(invoke("ablate", file, "--dry-run", "--json").stdout)
     assert [(cell["steps"], cell["answers"]) for cell in after["cells"]] == [(3, 3)] * 4
     assert (after["left"]["cells"], after["left"]["drafters"], after["left"]["answers"]) == (0, 0, 0)

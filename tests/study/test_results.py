@@ -36,6 +36,7 @@ def test_pairs_have_the_same_prompts_in_every_resample():
     assert (paired.low, paired.high) == pytest.approx((1.1, 1.1))
     alone = bootstrap(one, 8)
     assert alone.high / alone.low > 2
+    assert bootstrap(ratio_of_sums([3], [2]), 1) == Interval(1.5)  # one prompt says nothing of others
 
 
 def test_a_median_weighs_prompts_and_one_stall_moves_nothing():
@@ -46,10 +47,6 @@ def test_a_median_weighs_prompts_and_one_stall_moves_nothing():
     planned = PlannedCell(Cell({}, 0, {}, {}), None, "key", "plain")
     cells = CellAnswers(planned, "set", stalled, slow, 5, {})
     assert cells.row()["speedup"] == 2.0
-
-
-def test_one_prompt_says_nothing_of_others():
-    assert bootstrap(ratio_of_sums([3], [2]), 1) == Interval(1.5)
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228)])
@@ -76,6 +73,8 @@ def test_a_row_has_lengths_speeds_and_what_plain_decoding_took():
     assert row["drafted_per_pass"] == 3.0
     assert row["identical"] is True
     assert row["acceptance_length_low"] < 3 < row["acceptance_length_high"]
+    table = csv.DictReader(io.StringIO(as_csv([{"cell": "a", "x": 1}, {"cell": "b", "y": "q,r"}])))
+    assert list(table) == [{"cell": "a", "x": "1", "y": ""}, {"cell": "b", "x": "", "y": "q,r"}]
 
 
 def effects_of(cells: list[CellAnswers], **factors: str) -> dict[tuple[str, str], Effect]:
@@ -86,7 +85,7 @@ def effects_of(cells: list[CellAnswers], **factors: str) -> dict[tuple[str, str]
     return {(effect.before, effect.after): effect for effect in found}
 
 
-def test_an_effect_is_the_mean_ratio_of_cells_alike_in_everything_else():
+def test_an_effect_is_the_mean_ratio_of_complete_cells_alike_in_everything_else():
     cells = [cell("x", [4, 8, 6, 4, 6]), cell("y", [8, 16, 12, 8, 12]), cell("z", [4, 8, 6, 4, 6])]
     cells.append(cell("x", [6] * 5, other="b"))
     (group,) = matched(cells, "factor")
@@ -96,12 +95,7 @@ def test_an_effect_is_the_mean_ratio_of_cells_alike_in_everything_else():
     assert (doubled.ratio.value, doubled.ratio.low, doubled.ratio.high) == pytest.approx((2, 2, 2))
     assert (doubled.pairs, doubled.agreeing, doubled.tied, doubled.verdict) == (1, 1, 0, "higher")
     assert (same.ratio.value, same.pairs, same.agreeing, same.tied) == (1, 1, 0, 1)
-
-
-def test_only_complete_cells_have_effects():
-    whole = [cell("x", [4, 8]), cell("y", [8, 16])]
-    assert effects_of(whole, factor="xy")
-    assert not effects_of([whole[0], dataclasses.replace(whole[1], expected=3)], factor="xy")
+    assert not effects_of([cells[0], dataclasses.replace(cells[1], expected=6)], factor="xy")
 
 
 def test_the_spread_between_seeds_widens_what_prompts_alone_would_say():
@@ -126,11 +120,3 @@ def test_the_spread_between_seeds_widens_what_prompts_alone_would_say():
 def test_verdicts(low, high, answers, verdict):
     effect = Effect("f", "a", "b", "set", "acceptance_length", Interval(1.0, low, high), 2, 2, 0, answers)
     assert effect.verdict == verdict
-
-
-def test_rows_with_other_columns_make_one_table():
-    text = as_csv([{"cell": "a", "x": 1}, {"cell": "b", "y": "q,r"}])
-    assert list(csv.DictReader(io.StringIO(text))) == [
-        {"cell": "a", "x": "1", "y": ""},
-        {"cell": "b", "x": "", "y": "q,r"},
-    ]

@@ -94,19 +94,14 @@ def test_ctrl_c_leaves_the_table_of_what_was_measured(pair, prompts, monkeypatch
 
 
 def test_prompts_and_answers_keep_to_the_room_there_is(report, pair, tmp_path, caplog):
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "' + 470 * "x" + '"}\n')
-    (prompt,) = report(given=file)["prompts"]  # asked for 512 tokens by default
+    file, longest = tmp_path / "p.jsonl", '{"prompt": "' + 600 * "x" + '"}\n'
+    file.write_text('{"prompt": "' + 470 * "x" + '"}\n' + longest)
+    found = report(given=file)  # asks for 512 tokens by default
+    (prompt,), (sentence,) = found["prompts"], found["left_out"]
     assert prompt["prompt_tokens"] + prompt["generation_tokens"] == 512
-    file.write_text('{"prompt": "Hi"}\n{"prompt": "' + 600 * "x" + '"}\n{"prompt": "Count"}\n')
-    found = report("--max-tokens", "4", given=file)
-    assert [p["prompt"] for p in found["prompts"]] == ["Hi", "Count"]
-    (sentence,) = found["left_out"]
-    assert re.search(
-        r"p.jsonl, line 2 is left out: 6\d\d prompt tokens and 4 new ones exceed the limit of 512", sentence
-    )
+    assert re.search(r"p.jsonl, line 2 is left out: 6\d\d prompt tokens and 1 new one.* the limit of 512", sentence)
     assert sentence in caplog.text
-    file.write_text('{"prompt": "' + 600 * "x" + '"}\n')
+    file.write_text(longest)
     assert_one_error(invoke("bench", *pair, "--prompts", file), "No prompt of .* fits")
 
 
@@ -190,9 +185,9 @@ def test_doctor_shows_how_many_threads_decode_and_why(pair, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(backend, "blas_threads", lambda: 2)
     monkeypatch.setattr(backend, "set_blas_threads", lambda count: True)  # or other tests would compute with two
-    lines = [x for x in invoke("doctor", *pair[:2]).stdout.splitlines() if x.startswith("BLAS threads")]
-    assert re.search(r"up to 2; each decoder takes the quickest", lines[0])
-    assert re.search(r"[12]: a pass of 16 tokens takes .* ms with 1, .* ms with 2", lines[1])
+    shown = invoke("doctor", *pair[:2]).stdout
+    assert re.search(r"BLAS threads .*up to 2; each decoder takes the quickest", shown)
+    assert re.search(r"[12]: a pass of 16 tokens takes .* ms with 1, .* ms with 2", shown)
     monkeypatch.setenv("MKL_NUM_THREADS", "2")
     assert invoke("doctor").stdout.count("2: MKL_NUM_THREADS is set") == 1
 
@@ -201,18 +196,6 @@ def test_doctor_says_from_which_acceptance_a_length_pays_and_which_one_is_best()
     rows = doctor.costs_report({0: 0.010, 1: 0.012, 3: 0.025})
     assert rows[1] == ("1", "12.00", "1.20", "0.20", "1.08*", "1.25*", "1.42*", "1.58*")
     assert rows[2] == ("3", "25.00", "2.50", "0.70", "0.57", "0.75", "1.01", "1.38")
-
-
-def test_the_bundled_target_takes_drafters_that_need_no_training(tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "Write a function that doubles each number and sums them."}\n')
-    names = ["--drafter", "bundled", "--drafter", "ngram"]
-    result = invoke("bench", *names, "--prompts", file, "--max-tokens", "24", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)["drafters"]
-    assert list(found) == ["bundled", "ngram"]
-    assert all(report["total"]["identical"] == 1 for report in found.values())
-    assert found["bundled"]["total"]["acceptance_length"] > found["ngram"]["total"]["acceptance_length"]
 
 
 def test_doctor_reports_a_cache_that_cannot_be_rewound():

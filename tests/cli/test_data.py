@@ -103,6 +103,8 @@ def test_a_folder_without_a_dataset_is_one_line_of_error(tmp_path, command):
         (["--min-p", "2"], "min_p must be .* 0.* 1"),
         (["--top-k", "999"], "top_k must be less than the target's vocabulary of 264 tokens"),
         (["--seed", str(2**64)], "--seed must be a whole number from 0 to"),
+        (["--split", "main"], "p.jsonl is a file; --split chooses a part of a hub dataset"),
+        (["--subset", "main"], "p.jsonl is a file; --subset chooses a part of a hub dataset"),
     ],
 )
 def test_bad_options_are_one_line_of_error(target_folder, tmp_path, options, message):
@@ -111,21 +113,18 @@ def test_bad_options_are_one_line_of_error(target_folder, tmp_path, options, mes
     assert not (tmp_path / "made/plan.json").exists()
 
 
-def test_a_file_in_place_of_the_folder_is_one_line_of_error_before_the_target_loads(target_folder, tmp_path):
+def test_a_file_or_a_folder_of_other_things_is_refused_before_the_target_loads(target_folder, tmp_path):
     data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a", "response": ""}')
     message = r"None of the 1 conversations can be used \(1 no response\)"
     assert_one_error(invoke_prepare(data, tmp_path / "other", target_folder), message)
+    assert_one_error(invoke_prepare(data, Path("/proc"), target_folder), "Cannot write to /proc/made: ")
     (tmp_path / "made").write_text("")
     result = invoke_prepare(data, tmp_path, tmp_path / "no target")
     assert_one_error(result, r"must go to a folder, but \S+made is a file; choose another name")
-    assert_one_error(invoke_prepare(data, Path("/proc"), target_folder), "Cannot write to /proc/made: ")
-
-
-def test_a_folder_of_other_things_is_refused_and_nothing_is_written(target_folder, tmp_path):
-    data = write_lines(tmp_path / "p.jsonl", '{"prompt": "a", "response": "bc"}')
+    (tmp_path / "made").unlink()
     (tmp_path / "made/notes").mkdir(parents=True)
     message = r"made holds other files, such as 'notes'; choose an empty folder for the dataset"
-    assert_one_error(invoke_prepare(data, tmp_path, tmp_path / "no target"), message)  # before the target loads
+    assert_one_error(invoke_prepare(data, tmp_path, tmp_path / "no target"), message)
     with pytest.raises(DataError, match=message):
         preparing.prepare([], load_target(target_folder), preparing.PrepareSettings(), tmp_path / "made")
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["notes"]

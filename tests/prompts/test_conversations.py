@@ -43,13 +43,6 @@ def test_a_limit_reads_the_first_lines_only(tmp_path):
     assert [c.messages[0]["content"] for c in read_conversations(file, limit=2)] == ["a", "b"]
 
 
-def test_parts_of_a_hub_dataset_are_refused_for_a_file(tmp_path, target_folder):
-    file = write_lines(tmp_path / "p.jsonl", '{"prompt": "a"}')
-    for option in ("--split", "--subset"):
-        result = invoke_prepare(file, tmp_path, target_folder, option, "main")
-        assert_one_error(result, f"p.jsonl is a file; {option} chooses a part of a hub dataset")
-
-
 def user(text: object) -> str:
     return json.dumps({"messages": [{"role": "user", "content": text}]})
 

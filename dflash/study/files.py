@@ -84,7 +84,7 @@ def commands(plan: Plan, study_file: str | Path) -> str:
     lines = ["# Each makes one cell again, from nothing: its drafter where one is trained, and its answers."]
     for planned in plan.cells:
         parts = ["dflash", "ablate", str(study_file), "--only", planned.name, "--set", f"folder={folder}"]
-        lines.append(f"{shlex.join(parts)}  # {planned}")
+        lines.append(f"{shlex.join(parts)}  # {str(planned).partition(' ')[2]}")
     return "\n".join(lines) + "\n"
 
 

@@ -76,6 +76,7 @@ class Plan:
 
     def __init__(self, study: Study, target: LoadedTargetModel, only: Sequence[str] = ()):
         self.study, self.target, self.folder = study, target, study.folder
+        self._known_reads: dict[str, tuple[tuple[int, ...], bool]] = {}
         self.prompts = [p for name, chosen in study.prompt_sets.items() for p in encoded(name, chosen, target)]
         fingerprint = target_fingerprint(target)
         cells = [_planned(cell, fingerprint) for cell in make_cells(study)]
@@ -103,7 +104,7 @@ class Plan:
         }
         if not self.study.cache_features:
             return recipes
-        reads = {key: features_read(recipe, self.target) for key, recipe in recipes.items()}
+        reads = {key: self._features_read(recipe) for key, recipe in recipes.items()}
         complete = {key: features_key(recipes[key].data, layer_ids, True) for key, (layer_ids, _) in reads.items()}
         needed = {complete[key] for key, (_, with_hidden) in reads.items() if with_hidden}
         for key, recipe in recipes.items():
@@ -121,12 +122,19 @@ class Plan:
         """For each folder of features that an untrained drafter reads, the recipe of the plan that needs most of it."""
 
         def amount(recipe: Recipe) -> tuple[bool, int]:
-            layer_ids, with_hidden = features_read(recipe, self.target)
+            layer_ids, with_hidden = self._features_read(recipe)
             return with_hidden, len(layer_ids)
 
         wanted = {self.trainings[key].data.cached_features for key in self.untrained} - {None}
         readers = [recipe for recipe in self.trainings.values() if recipe.data.cached_features in wanted]
         return list({recipe.data.cached_features: recipe for recipe in sorted(readers, key=amount)}.values())
+
+    def _features_read(self, recipe: Recipe) -> tuple[tuple[int, ...], bool]:
+        """:func:`features_read`, once for recipes that read alike: it may load a drafter."""
+        alike = repr((dataclasses.replace(recipe.drafter, seed=0), recipe.objective.kind))
+        if alike not in self._known_reads:
+            self._known_reads[alike] = features_read(recipe, self.target)
+        return self._known_reads[alike]
 
     def run_folder(self, training: str) -> Path:
         """Where a drafter is trained."""

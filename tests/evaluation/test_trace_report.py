@@ -2,7 +2,6 @@
 
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -44,33 +43,18 @@ def page(traces, tmp_path_factory) -> Path:
     return path
 
 
-class _Attributes(HTMLParser):
-    def __init__(self, text: str):
-        super().__init__()
-        self.found: list[tuple[str, str]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.found += attrs
-
-    def values(self, *names: str) -> list[str]:
-        return [value for name, value in self.found if name in names]
-
-
 def test_the_page_refers_to_nothing_outside(page):
     text = page.read_text()
-    attributes = _Attributes(text)
-    assert attributes.values("src", "href", "srcset", "action", "poster") == ["data:,"]
-    assert {link[0] for link in attributes.values("xlink:href")} == {"#"}
+    assert re.findall(r'\s(?:src|href|srcset|action|poster)="?([^"\s>]*)', text) == ["data:,"]
+    assert {link[0] for link in re.findall(r'xlink:href="([^"]*)"', text)} == {"#"}
     assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)|fetch\(|XMLHttpRequest|import\(", text)
 
 
 def test_plots_say_what_they_show_and_share_no_ids_and_equal_traces_have_equal_bytes(page, traces):
     text = page.read_text()
-    ids = _Attributes(text).values("id")
-    assert len(ids) == len(set(ids))
-    shown = re.findall(r'<svg[^>]* role="img" aria-label="([^":]*)', text)
-    assert len(shown) == 4
+    ids = re.findall(r'\sid="([^"]*)"', text)
+    assert len(ids) == len(set(ids)) > 4
+    assert len(re.findall(r'<svg[^>]* role="img" aria-label="[^"]', text)) == 4
     assert text == report(read_traces(*traces))
 
 

@@ -51,7 +51,6 @@ def test_the_studys_training_settings_replace_keys_and_another_kind_replaces_a_s
 MISTAKES = [
     ({"varry": {}}, r"unknown key 'varry'; did you mean 'vary'"),
     ({"vary": {"decode.blocksize": [4]}}, r"decode: unknown key 'blocksize'; did you mean 'block_size'"),
-    ({"vary": {"train.objective.gama": [4]}}, r"recipe: objective: unknown key 'gama'; did you mean 'gamma'"),
     ({"vary": {"objective.gamma": [4]}}, r"unknown setting 'objective.gamma'; did you mean 'train.objective.gamma'"),
     ({"vary": {"train.objective.gamma": 4}}, r"vary: train.objective.gamma must be a list of values, got 4"),
     ({"vary": {"train.objective.gamma": [-1]}}, r"gamma must be above 0, got -1"),
@@ -64,8 +63,6 @@ MISTAKES = [
     ({"decode": {"drafter": "ngram"}}, r"decode.drafter and recipe both say who drafts"),
     ({"recipe": None, "vary": {"train.run.steps": [1]}}, r"vary: train.run.steps changes a recipe.* needs recipe"),
     ({"vary": {"decode.block_size": [4, -1]}}, r"study.yaml: decode.block_size must be .* at least 2, got -1"),
-    ({"decode": {"draft_window": 0}}, r"decode.draft_window must be a whole number of at least 1, got 0"),
-    ({"decode": {"max_tokens": 0}}, r"decode.max_tokens must be a whole number of at least 1, got 0"),
     ({"recipe": None, "train": {"run.steps": 1}}, r"train changes a recipe, and there is none"),
     ({"recipe": "qwen3-4"}, r"Cannot read the recipe qwen3-4: No such file"),
 ]
@@ -84,10 +81,8 @@ UNFIT = [
         r"decode.block_size 64 is more than the drafter's own 16",
     ),
     (NGRAM | {"vary": {"decode.draft_window": [8]}, "decode": {"drafter": "ngram"}}, r"decode: A window limits"),
-    ({"vary": {"decode.kv_bits": [5]}}, r"decode: kv_bits must be 2, 3, 4, 6 or 8, got 5"),
     ({"vary": {"decode.top_k": [5, 10**6]}}, r"decode: top_k must be less than the target's vocabulary"),
     ({"vary": {"decode.policy": ["adaptive", None]}}, r"vary: decode.policy: adaptive and null are the same cell"),
-    ({"vary": {"decode.temp": [0, 0.0]}}, r"vary: decode.temp: 0 and 0.0 are the same cell"),
     ({"vary": {"train.run.log_every": [1, 2]}}, r"vary: train.run.log_every: 1 and 2 are the same cell"),
 ]
 

@@ -22,7 +22,9 @@ AS_A_STATEMENT = """
 from dflash.errors import DFlashError, DataError
 import dflash.bench, dflash.study, sys
 from dflash.bench import HELDOUT, register_check
-assert issubclass(DataError, dflash.DFlashError) and DFlashError is dflash.DFlashError
+from dflash.prompts import Conversation, read_conversations
+assert read_conversations is dflash.read_conversations and issubclass(DataError, dflash.DFlashError)
+assert DFlashError is dflash.DFlashError
 assert dflash.errors is sys.modules["dflash.errors"] and dflash.bench is sys.modules["dflash.bench"]
 """
 

@@ -99,13 +99,6 @@ def write_features(
         logger.info("%.0f tokens/s: training gains where the disk reads more than %.0f MB/s.", rate, speed)
 
 
-def tokens_left(folder: Path, data: DataSettings, sequences: Sequences, wanted: dict[str, Any]) -> int:
-    """The number of tokens for which :func:`write_features` would compute features. Raises as that does."""
-    manifest = _begun(folder, data, wanted)
-    kept, numbers = trainable(sequences, manifest["max_length"])
-    return int(sum(kept.lengths[rows].sum() for _, rows in _missing(folder, manifest, numbers)))
-
-
 def _begun(folder: Path, data: DataSettings, wanted: dict[str, Any]) -> dict[str, Any]:
     """The manifest of ``folder``, or a new one for ``wanted``."""
     if (folder / MANIFEST).exists():

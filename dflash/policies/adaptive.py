@@ -66,13 +66,13 @@ class Record:
     parents: Sequence[int] | None = None
     """The last tree's; ``None`` for chains."""
     reach: int = 1
-    """The longest block to try: twice the longest one that was accepted as a whole or whose time is known."""
+    """The longest block to try: twice the longest one that was right as a whole, or in part and has a known time."""
 
     def learn(self, now: int, block: BlockRecord) -> Times:
         """Add a block's time and its drafts' outcomes; returns the times of its length."""
         times = self.times.setdefault(block.verified, Times())
         times.add(now, block.seconds)
-        if block.accepted == block.verified or times.typical < math.inf:
+        if block.accepted == block.verified or (block.accepted and times.typical < math.inf):
             self.reach = max(self.reach, 2 * block.verified)
         outcomes = block.known_outcomes
         keep, new = 1 - 1 / MEMORY, [0.0] * (max(outcomes, default=-1) + 1 - len(self.tried))

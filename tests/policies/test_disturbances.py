@@ -178,14 +178,15 @@ def test_a_drafter_that_finds_something_ends_a_pause():
     assert fresh.sleep() > 0, "plain steps are timed first"
 
 
-def test_after_a_pause_no_longer_block_is_tried_before_a_draft_is_right():
-    """Where a pass of two drafts costs much more than one of one, an attempt must not find that out again."""
+@pytest.mark.parametrize("seconds", [0.12, 0.085], ids=["pauses", "nearly pays"])
+def test_no_longer_block_is_tried_before_a_draft_is_right(seconds: float):
+    """Where a pass of two drafts costs much more than one of one, wrong drafts are no reason to find that out."""
     policy, lengths = Adaptive(), []
     for _ in range(200):
         if policy.sleep():
             policy.observe(BlockRecord(0, 0, 0, 0, None, 0.07, asleep=True))
         else:
             lengths.append(policy.verify_length(Drafts(min(policy.draft_length(15), 15), None)))
-            policy.observe(BlockRecord(lengths[-1], lengths[-1], 0, 0, None, 0.12, outcomes={0: False}))
+            policy.observe(BlockRecord(lengths[-1], lengths[-1], 0, 0, None, seconds, outcomes={0: False}))
     assert len(lengths) > 5
     assert set(lengths) == {1}

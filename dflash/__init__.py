@@ -17,6 +17,7 @@ Public names and subpackages load on first use, so that ``dflash --help`` is qui
 backend gets one line instead of a traceback.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
     from .prompts.prompt_cache import PromptCache as PromptCache
     from .target import LoadedTargetModel as LoadedTargetModel
     from .target import load_target as load_target
+
+# In a notebook without ipywidgets, huggingface_hub's import says that it cannot draw bars there. None is drawn here.
+warnings.filterwarnings("ignore", "IProgress not found")
 
 _MODULE_OF = {
     "BlockRecord": "policies.base",

@@ -17,6 +17,7 @@ import yaml
 from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.core.errors import TrainingError
 from dflash.core.files import flat
+from dflash.core.progress import duration
 from dflash.drafters.checkpoints.config import spread_layer_ids
 
 from ..core.settings import settings_help, to_dict, with_overrides
@@ -27,7 +28,6 @@ from .data.mask_token import unused_tokens
 from .data.sequences import Sequences
 from .drafters.init import new_drafter
 from .drafters.loss import Batch, drafter_loss
-from .loop.clock import duration
 from .recipe import DataSettings, DrafterShape, Recipe, RunSettings
 from .train import drafter_dtype
 

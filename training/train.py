@@ -24,7 +24,7 @@ from dflash.adapters.generic import GenericAdapter
 from dflash.core.backend import keep_freed_memory, on_cpu, set_blas_threads, wait_for_this_thread
 from dflash.core.errors import TrainingError, one_line
 from dflash.core.files import exclusive_lock, read_json, remove_unfinished, write_json
-from dflash.core.progress import progress
+from dflash.core.progress import duration, progress
 from dflash.drafters.kinds import config_of
 from dflash.evaluation.acceptance import Acceptance, measure
 
@@ -48,7 +48,6 @@ from .features import (
     write_features,
 )
 from .identity import check_same_run, require_same
-from .loop.clock import duration
 from .loop.distributed import Ranks
 from .loop.fit import fit
 from .loop.run import OnLog, checkpoint_to_continue

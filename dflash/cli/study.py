@@ -102,7 +102,7 @@ def ablate(
 
 def _print_left(plan: "Plan", as_json: bool) -> None:
     """What is done of each cell, and what is left."""
-    from ..training.loop.clock import duration
+    from ..core.progress import duration
 
     cells: list[dict[str, Any]] = []
     for planned in plan.cells:
@@ -248,7 +248,7 @@ def _draw_curves(path: Path, found: list["ComparedRun"]) -> None:
 
 def _runs_table(found: list["ComparedRun"]) -> Any:
     """One row a run; a column for each setting in which the recipes differ."""
-    from ..training.loop.clock import duration
+    from ..core.progress import duration
 
     star = _loss_mark(found)
     losses = (f"held-out loss{star}", f"loss{star}")

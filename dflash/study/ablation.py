@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..core.environment import environment
 from ..core.errors import DFlashError, one_line
 from ..core.files import exclusive_lock, read_arrays, read_json, remove_unfinished, write_json
-from ..core.progress import progress
+from ..core.progress import duration, progress
 from ..drafters.protocol import Drafter
 from ..evaluation.runs import Run, Side, dflash_side, plain_side, time_side
 from ..generate import DFlashSpeculativeDecoder
@@ -22,7 +22,6 @@ from ..models import ModelOptions
 from ..options import decode_options
 from ..policies.threads import DecodeThreads, threads_for
 from ..target import load_target
-from ..training.loop.clock import duration
 from ..training.loop.run_folder import read_log
 from ..training.train import FINISHED as DRAFTER
 from ..training.train import cache_features, train

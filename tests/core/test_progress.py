@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from dflash.core import progress as module
-from dflash.core.progress import progress, progress_line
+from dflash.core.progress import forecast, progress, progress_line
 
 
 @pytest.fixture(autouse=True)
 def _often(caplog, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_TO_FIRST_LINE", 0.005)
     monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.005)
     caplog.set_level(logging.INFO, "dflash.core.progress")
 
@@ -39,11 +40,30 @@ def test_no_line_comes_after_the_work_has_ended_or_failed(caplog):
     assert len(caplog.messages) == told
 
 
-def test_a_line_says_what_is_left_at_the_speed_of_this_run():
-    assert progress_line("bench", 2, 0, 6, 4.0) == "bench: 2 of 6, about 8 s left"
-    assert progress_line("bench", 2, 4, 10, 4.0) == "bench: 6 of 10, about 8 s left"
-    assert progress_line("bench", 0, 4, 10, 61.0) == "bench: 4 of 10, 61 s after the start"
-    assert progress_line("bench", 3, 0, None, 4.0) == "bench: 3"
+def test_the_first_line_comes_long_before_the_second(caplog, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 60.0)
+    list(progress((time.sleep(0.05) for _ in range(3)), "bench", 3))
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("new", "done", "total", "seconds", "line"),
+    [
+        (2, 0, 6, 4.0, "bench: 2 of 6, about 8 s left"),
+        (2, 4, 10, 4.0, "bench: 6 of 10, about 8 s left"),
+        (1, 0, 101, 90.0, "bench: 1 of 101, about 2 h 30 min left"),
+        (0, 4, 10, 61.0, "bench: 4 of 10, 61 s after the start"),
+        (3, 0, None, 4.0, "bench: 3"),
+    ],
+)
+def test_a_line_says_what_is_left_at_the_speed_of_this_run(new, done, total, seconds, line):
+    assert progress_line("bench", new, done, total, seconds) == line
+
+
+def test_a_forecast_is_told_before_the_work_begins(caplog):
+    forecast("requests", 45.0)
+    forecast("answers", 12_000.0, at_most=True)
+    assert caplog.messages == ["requests: about 45 s", "answers: at most about 3 h 20 min"]
 
 
 def test_nothing_is_told_where_it_is_not_wanted(caplog):

@@ -7,9 +7,9 @@ from datetime import datetime
 from typing import Any
 
 import mlx.core as mx
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
-from dflash.core.progress import draws_bars
+from dflash.core.progress import draws_bars, duration
 
 from .gradients import Batch
 
@@ -80,16 +80,8 @@ class Clock:
         }
 
 
-def duration(seconds: float) -> str:
-    """``seconds`` in readable units: ``45 s``, ``12 min``, ``3 h 20 min``."""
-    minutes = round(seconds / 60)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
 def step_bar(begun: int, steps: int, name: str, *, show: bool, note: Callable[[], str]) -> Iterator[int]:
-    """The step numbers, with a progress bar on a terminal or in a notebook."""
+    """The step numbers, with a progress bar on a terminal."""
     if not show or not draws_bars():
         yield from range(begun, steps)
         return

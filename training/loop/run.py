@@ -11,9 +11,10 @@ import mlx.nn as nn
 
 from dflash.core.errors import CheckpointError, TrainingError
 from dflash.core.files import flat, nested, read_json
+from dflash.core.progress import duration
 
 from ..identity import check_same_run, require_same
-from .clock import Clock, duration
+from .clock import Clock
 from .distributed import Ranks
 from .optimizer import Optimizer
 from .run_folder import (

@@ -210,8 +210,15 @@ class DFlashDraftModel(Trainable, nn.Module):
         The block is as wide as in training, so that its tokens do not depend on ``length``. A drafter with
         ``elastic_blocks`` was trained on all widths and fills only what is asked for.
         """
-        logits = self.head(self.draft_hidden(anchor, length, cache))
-        return Proposal(self.tokens_of(mx.argmax(logits, axis=-1)), logits, self.candidates_of(logits))
+        return self.proposal(anchor.reshape(1), self.draft_hidden(anchor, length, cache))
+
+    def proposal(self, anchors_B: mx.array, hidden_BLE: mx.array) -> Proposal:
+        """The greedy drafts ``[B, L]`` of several blocks, from the hidden states that predict them.
+
+        :meth:`draft_hidden` returns those of one block.
+        """
+        logits_BLN = self.head(hidden_BLE)
+        return Proposal(self.tokens_of(mx.argmax(logits_BLN, axis=-1)), logits_BLN, self.candidates_of(logits_BLN))
 
     def draft_hidden(self, anchor: mx.array, length: int, cache: ContextCache) -> mx.array:
         """Final hidden states ``[1, length, E]`` at the positions that predict the tokens after ``anchor``.

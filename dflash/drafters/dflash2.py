@@ -5,12 +5,13 @@ before it, by kernels that depend on the row. Then a token is chosen at one posi
 of each, by its logit and how well it follows the token chosen before it. Keys, weight names and formulas are those of
 z-lab's dflash 0.1.0; there is no paper.
 
-Shapes: B blocks, L block positions, E hidden size, S sides (before, after), T taps, N drafts of one block or
-predictions of many, R rank, K candidates, V drafted vocabulary.
+Shapes: B blocks, L block positions, E hidden size, S sides (before, after), T taps, N drafts of each block or
+predictions of many, R rank, K candidates, V drafted vocabulary. The head takes any leading axes: ``[N]`` or ``[B, N]``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
@@ -18,12 +19,10 @@ import mlx.nn as nn
 
 from ..core.errors import CheckpointError
 from .checkpoints.config import DFlashConfig, require_positive
-from .context import ContextCache
-from .dflash import DFlashDraftModel
 from .kinds import register_drafter
 from .layers import Attend, DraftLayer
 from .protocol import Proposal
-from .sequential import Choose, SequentialDrafter, Walk, sampled
+from .sequential import Choose, SequentialDraftModel, Walk
 from .trainable import Predictions
 
 if TYPE_CHECKING:
@@ -142,15 +141,15 @@ class CandidateSelector(nn.Module):
 
     def weighted(self, hidden_NE: mx.array, candidates_NK: mx.array) -> mx.array:
         """``[N, K, R]``: the factors that do not depend on the token before (:meth:`bias`)."""
-        return self.hidden_projection(hidden_NE)[:, None] * self.successor_codebook[candidates_NK]
+        return self.hidden_projection(hidden_NE)[..., None, :] * self.successor_codebook[candidates_NK]
 
     def bias(self, weighted_NKR: mx.array, previous_N: mx.array) -> mx.array:
         """``[N, K]`` in float32, added to the logits of candidates that follow the tokens ``previous_N``."""
-        return (weighted_NKR * self.predecessor_codebook[previous_N][:, None]).astype(mx.float32).sum(-1)
+        return (weighted_NKR * self.predecessor_codebook[previous_N][..., None, :]).astype(mx.float32).sum(-1)
 
 
 @register_drafter("dflash2")
-class DFlash2DraftModel(SequentialDrafter, DFlashDraftModel):
+class DFlash2DraftModel(SequentialDraftModel):
     """A DFlash 2 drafter. Its proposals hold the ``K`` candidates of each position, best logit first, and their scores.
 
     The selector is trained with the true token before each prediction: cross-entropy over the candidates, if the true
@@ -177,24 +176,23 @@ class DFlash2DraftModel(SequentialDrafter, DFlashDraftModel):
         named = any("dflash2" in name.lower() for name in (*signs["architectures"], *signs["algorithms"]))
         return named or any(signs.get(key) for key in _OWN_KEYS)
 
-    def draw(self, anchor: mx.array, length: int, cache: ContextCache, sampler: "DrawingSampler") -> Proposal:
-        """As :meth:`propose`, each token sampled from its candidates at the temperature of ``sampler``.
+    def distribution(self, sampler: "DrawingSampler") -> Callable[[mx.array], mx.array]:
+        """The candidates at the temperature of ``sampler``.
 
         Its filters are not applied, as published: the proposal names its distribution, so any would be exact.
         """
-        return self.walk(anchor, length, cache, sampled(lambda scores_1K: nn.log_softmax(scores_1K / sampler.temp)))
+        return lambda scores_BK: nn.log_softmax(scores_BK / sampler.temp)
 
-    def walk(self, anchor: mx.array, length: int, cache: ContextCache, choose: Choose) -> Proposal:
-        """Fill the block after ``anchor [1, 1]`` and choose its first ``length`` tokens among their candidates."""
-        hidden_NE = self.draft_hidden(anchor, length, cache)[0]
-        columns_NK, unary_NK = self.candidates(self.head(hidden_NE))
-        candidates_NK = self.tokens_of(columns_NK)
-        weighted_NKR = self.candidate_selector.weighted(hidden_NE, candidates_NK)
-        walk, token = Walk(choose), anchor.reshape(1)
-        for i in range(length):
-            scores_1K = unary_NK[i : i + 1] + self.candidate_selector.bias(weighted_NKR[i : i + 1], token)
-            token = walk.step(scores_1K, candidates_NK[i].__getitem__)
-        return walk.proposal(candidates_NK[None])
+    def walk(self, anchors_B: mx.array, hidden_BNE: mx.array, choose: Choose) -> Proposal:
+        """As the base has it, with tokens chosen among the candidates of their position."""
+        columns_BNK, unary_BNK = self.candidates(self.head(hidden_BNE))
+        candidates_BNK = self.tokens_of(columns_BNK)
+        weighted_BNKR = self.candidate_selector.weighted(hidden_BNE, candidates_BNK)
+        walk, tokens_B = Walk(choose), anchors_B
+        for i in range(hidden_BNE.shape[1]):
+            scores_BK = unary_BNK[:, i] + self.candidate_selector.bias(weighted_BNKR[:, i], tokens_B)
+            tokens_B = walk.step(scores_BK, partial(_chosen, candidates_BNK[:, i]))
+        return walk.proposal(candidates_BNK)
 
     def candidates(self, logits_NV: mx.array) -> tuple[mx.array, mx.array]:
         """Columns of the ``K`` best tokens of each row, and their logits in float32, each ``[N, K]``, best first."""
@@ -202,7 +200,7 @@ class DFlash2DraftModel(SequentialDrafter, DFlashDraftModel):
         if known is not None:
             ids_V = self.tokens_of(mx.arange(logits_NV.shape[-1]))
             logits_NV = mx.where(ids_V < known, logits_NV, -mx.inf)
-        best_NK = mx.argpartition(-mx.stop_gradient(logits_NV), count - 1, axis=-1)[:, :count]
+        best_NK = mx.argpartition(-mx.stop_gradient(logits_NV), count - 1, axis=-1)[..., :count]
         unary_NK = mx.take_along_axis(logits_NV, best_NK, axis=-1).astype(mx.float32)
         order_NK = mx.argsort(-mx.stop_gradient(unary_NK), axis=-1)
         return mx.take_along_axis(best_NK, order_NK, axis=-1), mx.take_along_axis(unary_NK, order_NK, axis=-1)
@@ -229,3 +227,8 @@ class DFlash2DraftModel(SequentialDrafter, DFlashDraftModel):
         chosen_T1 = mx.argmax(scores_TK, axis=-1, keepdims=True)
         accuracy_T = mx.take_along_axis(right_TK, chosen_T1, axis=-1)[:, 0]
         return {"accuracy": accuracy_T, "candidate_recall": right_TK.any(-1)}
+
+
+def _chosen(candidates_BK: mx.array, columns_B: mx.array) -> mx.array:
+    """The candidate of each row in its column."""
+    return mx.take_along_axis(candidates_BK, columns_B[:, None], axis=-1)[:, 0]

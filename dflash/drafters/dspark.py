@@ -4,7 +4,7 @@ The layers fill the block in one pass, as in DFlash. Then tokens are chosen from
 get a bias from the token chosen before it. Keys and formulas are those of DSpark (arXiv:2607.05147), DeepSpec,
 SpecForge and vLLM's speculators.
 
-Shapes: N drafts of one block, T predictions of many, E hidden size, R rank, V drafted vocabulary.
+Shapes: B blocks, N drafts of each, T predictions of many, E hidden size, R rank, V drafted vocabulary.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,10 @@ from mlx.utils import tree_flatten
 from ..core.cpu_math import softmax
 from ..core.errors import CheckpointError
 from .checkpoints.config import DFlashConfig
-from .context import ContextCache
-from .dflash import DFlashDraftModel
 from .kinds import register_drafter
 from .markov import ConfidenceHead, markov_head_class
 from .protocol import Proposal
-from .sequential import Choose, SequentialDrafter, Walk
+from .sequential import Choose, SequentialDraftModel, Walk
 from .trainable import Predictions
 
 if TYPE_CHECKING:
@@ -77,7 +75,7 @@ class DSparkConfig(DFlashConfig):
 
 
 @register_drafter("dspark")
-class DSparkDraftModel(SequentialDrafter, DFlashDraftModel):
+class DSparkDraftModel(SequentialDraftModel):
     """A DSpark drafter. Its files may hold an embedding and a head of their own, frozen copies of the target's.
 
     Both heads are trained with the true token before each prediction. The confidence head learns, by cross-entropy,
@@ -127,28 +125,24 @@ class DSparkDraftModel(SequentialDrafter, DFlashDraftModel):
             return super().embed(tokens_BL)
         return self.embed_tokens(tokens_BL) * self.config.input_embedding_scale
 
-    def walk(self, anchor: mx.array, length: int, cache: ContextCache, choose: Choose) -> Proposal:
-        """Fill the block after ``anchor [1, 1]`` and choose its first ``length`` tokens.
-
-        Sampled drafts have no confidence: the head would read what was sampled.
-        """
-        hidden_1NE = self.draft_hidden(anchor, length, cache)
-        base_1NV = self.head(hidden_1NE)
-        state = mx.zeros((1, self.config.markov_rank), hidden_1NE.dtype)
-        walk, before = Walk(choose), [anchor.reshape(1).astype(mx.int32)]
-        for i in range(length):
-            logits_1V = base_1NV[:, i]
+    def walk(self, anchors_B: mx.array, hidden_BNE: mx.array, choose: Choose) -> Proposal:
+        """As the base has it. Sampled drafts have no confidence: the head would read what was sampled."""
+        base_BNV, (blocks, drafts, _) = self.head(hidden_BNE), hidden_BNE.shape
+        state_BR = mx.zeros((blocks, self.config.markov_rank), hidden_BNE.dtype)
+        walk, before = Walk(choose), [anchors_B.astype(mx.int32)]
+        for i in range(drafts):
+            logits_BV = base_BNV[:, i]
             if "markov_head" in self:
-                before_1R = self.markov_head.markov_w1(before[-1])
-                latent_1R, state = self.markov_head.step(before_1R, hidden_1NE[:, i], state)
-                logits_1V = logits_1V + self.markov_head.bias(latent_1R)
-            before.append(walk.step(logits_1V, self.tokens_of))
-        confidence = None
+                before_BR = self.markov_head.markov_w1(before[-1])
+                latent_BR, state_BR = self.markov_head.step(before_BR, hidden_BNE[:, i], state_BR)
+                logits_BV = logits_BV + self.markov_head.bias(latent_BR)
+            before.append(walk.step(logits_BV, self.tokens_of))
+        confidence_BN = None
         if "confidence_head" in self and not walk.log_q:
-            logit_N = self._confidence_logits(hidden_1NE[0], mx.concatenate(before[:-1]))
+            logit_BN = self._confidence_logits(hidden_BNE, mx.stack(before[:-1], axis=1))
             temperatures = self.config.confidence_temperatures
-            confidence = mx.sigmoid(logit_N / mx.array(temperatures[:length]) if temperatures else logit_N)[None]
-        return walk.proposal(self.candidates_of(base_1NV), confidence)
+            confidence_BN = mx.sigmoid(logit_BN / mx.array(temperatures[:drafts]) if temperatures else logit_BN)
+        return walk.proposal(self.candidates_of(base_BNV), confidence_BN)
 
     @property
     def needs_target_logits(self) -> bool:
@@ -178,7 +172,7 @@ class DSparkDraftModel(SequentialDrafter, DFlashDraftModel):
         return mx.logaddexp(logit_T, mx.zeros_like(logit_T)) - accepted_T * logit_T
 
     def _confidence_logits(self, hidden_TE: mx.array, previous_T: mx.array) -> mx.array:
-        """Logits ``[T]`` in float32: the confidence in the drafts after the tokens ``previous_T``."""
+        """Logits ``[T]`` or ``[B, N]`` in float32: the confidence in the drafts after the tokens ``previous_T``."""
         parts = [hidden_TE]
         if self.config.confidence_rank:
             parts.append(self.markov_head.markov_w1(previous_T))

@@ -22,9 +22,10 @@ from ..core.errors import CheckpointError, IncompatibleModelsError
 from ..core.files import read_json, read_safetensors
 from .checkpoints.tensors import Weights, load_weights
 from .protocol import Proposal
-from .sequential import Choose, SequentialDrafter, Walk
+from .sequential import Choose, Walk, best, sampled
 
 if TYPE_CHECKING:
+    from ..decoding.sampling import DrawingSampler
     from ..target import LoadedTargetModel
 
 NAME = "mtp"
@@ -70,7 +71,7 @@ class MTPCache:
         return [self.kv.state if self.kv.offset else [], self.hidden, self.waiting]
 
 
-class MTPDrafter(SequentialDrafter):
+class MTPDrafter:
     """The multi-token-prediction layer in the files of the target.
 
     Follows :class:`~dflash.drafters.protocol.DrawingDrafter`.
@@ -114,8 +115,15 @@ class MTPDrafter(SequentialDrafter):
             self._feed(*_together(cache.waiting), cache)
             cache.waiting = []
 
-    def walk(self, anchor: mx.array, length: int, cache: MTPCache, choose: Choose) -> Proposal:
+    def propose(self, anchor: mx.array, length: int, cache: MTPCache) -> Proposal:
         """Draft up to ``length`` tokens after ``anchor [1, 1]``, one pass of the layer each."""
+        return self._walk(anchor, length, cache, best)
+
+    def draw(self, anchor: mx.array, length: int, cache: MTPCache, sampler: "DrawingSampler") -> Proposal:
+        """As :meth:`propose`, with each token sampled by ``sampler`` given those before it."""
+        return self._walk(anchor, length, cache, sampled(sampler.log_distribution))
+
+    def _walk(self, anchor: mx.array, length: int, cache: MTPCache, choose: Choose) -> Proposal:
         assert cache.hidden is not None
         row = anchor.astype(mx.int32), cache.hidden
         hidden_11E = self._feed(*_together([*cache.waiting, row]), cache)[:, -1:]

@@ -8,21 +8,13 @@ from itertools import pairwise
 
 import mlx.core as mx
 import pytest
-from support.models import HIDDEN, draft_config, llama_model, plain_greedy, qwen3_model, randomize
+from support.kinds import KINDS, VOCAB, random_drafter
+from support.models import HIDDEN, llama_model, plain_greedy, qwen3_model
 
-from dflash import DFlashDraftModel, DFlashSpeculativeDecoder
+from dflash import DFlashSpeculativeDecoder
 from dflash.adapters.conformance import small_models as small
-from dflash.drafters.kinds import drafter_class
 
-VOCAB, PROMPT, KNOWN, COUNT = 4, [3, 1, 2, 0, 1], [0, 1, 3], 40
-
-KINDS = {
-    "dflash": {},
-    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 3},
-    "dspark": {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": True},
-    "dflare": {},
-    "dflash, reduced vocabulary": {"draft_vocab_size": len(KNOWN)},
-}
+PROMPT, COUNT = [3, 1, 2, 0, 1], 40
 
 CACHES = {
     "full": (lambda: qwen3_model(1, VOCAB), {}),
@@ -35,15 +27,6 @@ CACHES = {
     "recurrent": (lambda: small.build("qwen3_5", hidden_size=HIDDEN, vocab_size=VOCAB), {}),
 }
 """Targets whose texts do not soon repeat one token, and options."""
-
-
-def random_drafter(kind: str, seed: int) -> DFlashDraftModel:
-    """Of four tokens it is right often enough that acceptance varies."""
-    made = drafter_class(kind.split(",")[0])
-    drafter = made(made.config_class(**vars(draft_config(VOCAB)) | KINDS[kind]))
-    if drafter.config.draft_vocab_size:
-        drafter.reduce_vocabulary(mx.array(KNOWN), own_head=True)
-    return randomize(drafter, seed, scale=2.0)
 
 
 @pytest.mark.parametrize(

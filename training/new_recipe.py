@@ -5,7 +5,7 @@ import math
 import os
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ _LAYER_AT_WORK = 3.55  # what a layer holds in its forward and backward pass, in
 _TRIAL_TOKENS, _TRIAL_ANCHORS = 256, 16
 _LINES = 10  # of a short run's log, at least
 _FEW_STEPS = 100
+QUICK_SECONDS = 180
+QUICK = (
+    "drafter.num_hidden_layers=1", "data.anchors=16", "data.max_blocks_per_batch=32", "run.batches_per_step=1",
+    "run.evaluate_prompts=8", "run.evaluate_tokens=32",
+)  # fmt: skip
+"""Settings of a quick recipe: small steps, and evaluations of seconds."""
 _PROPOSED = "the proposed recipe"  # in errors
 
 
@@ -56,12 +62,15 @@ def propose_recipe(
     run: Path | None = None,
     overrides: Sequence[str] = (),
     trust_remote_code: bool = False,
+    quick: bool = False,
 ) -> Proposal:
     """A recipe for ``target`` (a folder or a hub name), and what it costs on this machine.
 
     With ``data``, a dataset made by ``dflash prepare``, sequence lengths follow the data and the mask token is one that
     the data does not contain. ``overrides`` are settings such as ``"drafter.num_hidden_layers=2"``; the rest of the
-    recipe is chosen to go with them. ``trust_remote_code`` is as in :func:`~dflash.load_target`.
+    recipe is chosen to go with them. A ``quick`` recipe takes few, small steps, to try what training does: about
+    :data:`QUICK_SECONDS`, and a drafter that has learned little. ``trust_remote_code`` is as in
+    :func:`~dflash.load_target`.
 
     Raises ``DFlashError`` for a target or dataset that cannot be used, and
     :class:`~dflash.core.settings.SettingsError` for an impossible override.
@@ -70,35 +79,45 @@ def propose_recipe(
     sequences = None if data is None else open_dataset(data, "train", loaded)
     name = Path(target).resolve().name.lower()
     reasons: dict[str, str] = {}
-    drafter = _shape(loaded, sequences, reasons)
+    overrides = [*(QUICK if quick else ()), *overrides]
+    given = {override.partition("=")[0].strip() for override in overrides}
+    drafter = _shape(loaded, sequences, reasons, given)
     settings = _data_settings(data or Path("data") / name, loaded, sequences, reasons)
     checked = Recipe(target, settings, RunSettings(folder=run or Path("runs") / name), drafter)
     checked = with_overrides(checked, overrides, _PROPOSED)
     model = new_drafter(checked.drafter, loaded, sequences)
     sizes = Sizes.of(loaded, model)
     checked = _fitting(checked, sizes, reasons, overrides)
+    batch_seconds = _trial(checked, loaded, model)
+    if quick and "run.steps" not in given:
+        steps = max(_FEW_STEPS, int(QUICK_SECONDS / batch_seconds / checked.run.batches_per_step))
+        checked = replace(checked, run=replace(checked.run, steps=steps))
+        reasons["run.steps"] = f"for about {duration(QUICK_SECONDS)} of training"
     if sequences is not None:
         checked = with_overrides(_paced(checked, sequences, reasons), overrides, _PROPOSED)
-    for override in overrides:
-        reasons.pop(override.partition("=")[0].strip(), None)
-    estimates = [_memory_line(training_memory(checked, sizes))]
-    estimates.append(_time_line(checked, _trial(checked, loaded, model), sequences))
+    for name in given:
+        reasons.pop(name, None)
+    estimates = [_memory_line(training_memory(checked, sizes)), _time_line(checked, batch_seconds, sequences)]
     return Proposal(checked, reasons, estimates)
 
 
-def _shape(target: LoadedTargetModel, sequences: Sequences | None, reasons: dict[str, str]) -> DrafterShape:
+def _shape(
+    target: LoadedTargetModel, sequences: Sequences | None, reasons: dict[str, str], given: Collection[str]
+) -> DrafterShape:
     layers = max(1, min(5, target.num_layers // 4))
     taps = spread_layer_ids(target.num_layers, min(5, max(1, target.num_layers - 4), target.num_layers))
     taps = tuple(sorted(set(taps)))
+    reasons["drafter.num_hidden_layers"] = f"the target has {target.num_layers}"
+    reasons["drafter.target_layer_ids"] = f"evenly spread over {target.num_layers} layers"
+    if "drafter.mask_token" in given:
+        return DrafterShape(num_hidden_layers=layers, target_layer_ids=taps)
     unused = unused_tokens(target, *([] if sequences is None else [sequences]))
     if not unused:
         raise TrainingError(
-            "Every token of this target occurs in text, so there is no mask token. Add a special token to its "
-            "tokenizer, and give the embedding a row for it."
+            "Every token of this target occurs in text, so there is no mask token. Set drafter.mask_token to one that "
+            "your data does not hold, or add a special token to its tokenizer, with a row in the embedding."
         )
     mask = unused[0]
-    reasons["drafter.num_hidden_layers"] = f"the target has {target.num_layers}"
-    reasons["drafter.target_layer_ids"] = f"evenly spread over {target.num_layers} layers"
     reasons["drafter.mask_token"] = (
         f"no text uses {mask}" if sequences is None else f"neither the tokenizer nor the dataset uses {mask}"
     )
@@ -264,9 +283,12 @@ def _fastest(function: Any, *arguments: Any) -> float:
     return min(seconds)
 
 
-def training_seconds(recipe: Recipe, target: LoadedTargetModel) -> float:
-    """Roughly how many seconds a recipe takes on its dataset, without evaluations, by a short measurement."""
-    sequences = open_dataset(recipe.data.folder, "train", target)
+def training_seconds(recipe: Recipe, target: LoadedTargetModel, sequences: Sequences | None = None) -> float:
+    """Roughly how many seconds a recipe takes, without evaluations, by a short measurement.
+
+    It trains on ``sequences``, or on its dataset.
+    """
+    sequences = sequences or open_dataset(recipe.data.folder, "train", target)
     batches = recipe.run.batches_per_step * (recipe.run.steps or 0)
     batches = batches or len(Batches(sequences, recipe.data, recipe.run.epochs))
     return batches * _trial(recipe, target, new_drafter(recipe.drafter, target, sequences))

@@ -10,24 +10,23 @@ Every stage can be resumed and finished stages are skipped, so the same call con
 """
 
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash import LoadedTargetModel, load_target
 from dflash.core.errors import DataError
 from dflash.core.files import atomic_write
+from dflash.core.progress import duration
 from dflash.prompts.conversations import read_conversations
 
-from .cpu import model_to_write_with
 from .data.dataset import MANIFEST
 from .data.plan import PrepareSettings
 from .data.prepare import prepare
-from .data.responses import generate_responses
-from .data.self_prompts import PromptSettings, write_prompts
+from .data.responses import tokens_per_second
+from .data.self_prompts import PromptSettings, write_prompts, writing_seconds
+from .data.sequences import Sequences
 from .export import export
-from .loop.clock import duration
 from .loop.run_folder import BEST
 from .loop.run_folder import RECIPE as RUN_OF_TRAIN
 from .new_recipe import as_yaml, propose_recipe, training_seconds
@@ -38,9 +37,8 @@ logger = logging.getLogger(__name__)
 
 PROMPTS, DATA, RECIPE, RUN, DRAFTER = "prompts.jsonl", "data", "recipe.yaml", "run", "drafter"
 
-_COUNT, _TRIAL_TOKENS = 5000, 8
-_REQUEST_TOKENS = 64
-"""Tokens written for each request that is kept, those of dropped requests included: an estimate."""
+_COUNT = 5000
+_TYPICAL_PROMPT = 64  # tokens, where there are no data yet
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,41 @@ class Pipeline:
         self._recipe()
         checked = load_recipe(self.folder / RECIPE)
         if not (checked.run.folder / FINISHED / "model.safetensors").exists():
-            announce("training", training_seconds(checked, target), at_most=True)
+            announce("training", training_seconds(checked, target))
             del target  # training loads its own
             train(checked, trust_remote_code=self.trust_remote_code)
         announce("export", None)
         export(checked.run.folder, self.folder / DRAFTER, best=(checked.run.folder / BEST).exists())
         return self.folder / DRAFTER
+
+    def forecast(self) -> Iterator[tuple[str, float | None]]:
+        """The stages that are left, in words, each with the seconds that it takes at most, measured briefly.
+
+        ``None`` stands for a moment. Nothing is written. Raises what :meth:`run` raises.
+        """
+        self._require_own_folder()
+        if (self.folder / DRAFTER / "model.safetensors").exists():
+            return
+        target, prepared = load_target(self.target, self.trust_remote_code), (self.folder / DATA / MANIFEST).exists()
+        count, most = self.count or _COUNT, self.responses.max_tokens
+        if not prepared:
+            if self.prompts is not None:
+                count = len(read_conversations(self.prompts, limit=self.count))
+            else:
+                yield f"{count} requests, made up by the target", writing_seconds(target, count, self.made_up)
+            seconds = count * most / tokens_per_second(target, self.responses.batch_size)
+            yield f"responses to {count} requests", seconds
+        if (self.folder / RECIPE).exists():
+            recipe = load_recipe(self.folder / RECIPE)
+        else:
+            yield "a recipe", None
+            given = (self.folder / RUN, self.recipe_settings, self.trust_remote_code)
+            recipe = propose_recipe(self.target, self.folder / DATA if prepared else None, *given).recipe
+        if not (recipe.run.folder / FINISHED / "model.safetensors").exists():
+            length = min(_TYPICAL_PROMPT + most, recipe.data.max_length)
+            longest = Sequences.from_lists([[0]] * count, [[0] * (length - 1)] * count)
+            yield "training, without evaluations", training_seconds(recipe, target, None if prepared else longest)
+        yield "export", None
 
     def _require_own_folder(self) -> None:
         path = self.folder / RECIPE
@@ -104,14 +131,15 @@ class Pipeline:
     def _data(self, target: LoadedTargetModel) -> None:
         if (self.folder / DATA / MANIFEST).exists():
             return
-        path, speed = self.prompts, tokens_per_second(target, self.responses.batch_size)
+        path = self.prompts
         if path is None:
             path, count = self.folder / PROMPTS, self.count or _COUNT
-            announce(f"requests: {count}, made up by the target", count * _REQUEST_TOKENS / speed)
+            announce(f"requests: {count}, made up by the target", None)
             write_prompts(target, count, path, self.made_up)
         conversations = read_conversations(path, limit=self.count)
         most = len(conversations) * self.responses.max_tokens
-        announce(f"responses to {len(conversations)} requests", most / speed, at_most=True)
+        seconds = most / tokens_per_second(target, self.responses.batch_size)
+        announce(f"responses to {len(conversations)} requests", seconds)
         prepare(conversations, target, self.responses, self.folder / DATA, path.name)
 
     def _recipe(self) -> None:
@@ -124,16 +152,7 @@ class Pipeline:
         atomic_write(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
-def announce(stage: str, seconds: float | None, at_most: bool = False) -> None:
-    """Log that a stage begins, with its expected time if there is an estimate."""
-    expected = "" if seconds is None else f", {'at most ' if at_most else ''}about {duration(seconds)}"
+def announce(stage: str, seconds: float | None) -> None:
+    """Log that a stage begins, with the time that it takes at most if there is an estimate."""
+    expected = "" if seconds is None else f", at most about {duration(seconds)}"
     logger.info("Stage %s%s.", stage, expected)
-
-
-def tokens_per_second(target: LoadedTargetModel, batch: int) -> float:
-    """The target's speed in writing ``batch`` responses at a time, measured briefly."""
-    prompts = [[token] for token in range(batch)]
-    begin = time.perf_counter()
-    for _ in generate_responses(model_to_write_with(target), prompts, (), [_TRIAL_TOKENS] * batch, batch):
-        pass
-    return batch * _TRIAL_TOKENS / (time.perf_counter() - begin)

@@ -107,7 +107,7 @@ class _Comparison:
         first = next(iter(decoders.values()))
         self.target, self.threads = first.loaded_target, first.threads
         longest = min(decoder.max_seq_length for decoder in decoders.values())
-        most = decoding.max_tokens if decoding.max_tokens is not None else options.MAX_TOKENS
+        self.most = most = decoding.max_tokens if decoding.max_tokens is not None else options.MAX_TOKENS
         encoded = requests.encode(self.target, form)
         stops: dict[str, Any] = {"stop_strings": decoding.stop_strings, "stop_token_ids": decoding.stop_token_ids}
         self.plain = b.plain_side(self.target, most, longest, **decoding.plain(), **stops)
@@ -122,7 +122,12 @@ class _Comparison:
 
     def carry_out(self, runs: int) -> None:
         """Answer every prompt; Ctrl-C and prompts on which a side fails leave the results of the others."""
-        from ..evaluation import compare
+        from ..core.progress import forecast
+        from ..evaluation import compare, plain_speed
+
+        if speed := plain_speed(self.target, self.prompts[0].tokens):  # drafts slow down a bad text only, and a little
+            answers = len(self.prompts) * runs * (1 + len(self.sides))
+            forecast("bench", answers * self.most / speed, at_most=True)
 
         def failed(error: DFlashError) -> None:
             self.failures.append(str(error))

@@ -62,7 +62,7 @@ def prompts(
     ] = None,
     system: Annotated[str | None, options.option_of(PromptFormat, "system")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests written at a time.")] = 64,
-    round_size: Annotated[int, typer.Option(help="Requests sampled together; a kill loses one round.")] = 256,
+    round_size: Annotated[int, typer.Option(help="Most requests sampled together; a kill loses a round.")] = 256,
 ) -> None:
     """Let a target make up requests, where there is no data.
 

@@ -1,5 +1,6 @@
 """``dflash fit``: from a target alone to its drafter, in one command."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,7 @@ def fit(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting of the recipe; repeatable."),
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is left to do and how long it takes.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Make a drafter for a target that has none, with or without data.
@@ -43,6 +45,8 @@ def fit(
     before training begins.
 
     Examples:
+
+    dflash fit --target Qwen/Qwen3-0.6B --output out/qwen3-0.6b --dry-run
 
     dflash fit --target Qwen/Qwen3-0.6B --output out/qwen3-0.6b
 
@@ -61,6 +65,9 @@ def fit(
     responses = PrepareSettings(max_tokens=max_tokens, temp=temp, seed=seed, shard_size=256)
     given = (tuple(settings or ()), trust_remote_code)
     pipeline = Pipeline(target, output, count, prompts, made_up, responses, *given)
+    if dry_run:
+        _print_forecast(pipeline.forecast())
+        return
     try:
         with logging_redirect_tqdm():
             drafter = pipeline.run()
@@ -68,3 +75,14 @@ def fit(
         raise stopped(f". What is finished stays in {output}; the same command continues.") from None
     trust = " --trust-remote-code" if trust_remote_code else ""
     print(f'{drafter}\nTry it: dflash generate "..." --target {target} --drafter {drafter}{trust}')
+
+
+def _print_forecast(stages: Iterable[tuple[str, float | None]]) -> None:
+    """Each stage with its time as soon as that is known, then the time of all."""
+    from ..core.progress import duration
+
+    known: list[float] = []
+    for stage, seconds in stages:
+        known.append(seconds or 0.0)
+        print(f"{stage}: {'a moment' if seconds is None else f'at most about {duration(seconds)}'}", flush=True)
+    print(f"in all: at most about {duration(sum(known))}" if known else "Nothing is left to do.")

@@ -51,6 +51,7 @@ def recipe(
     ] = None,
     run: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the run shall leave its files.")] = None,
     settings: Settings = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A run that ends in minutes, to try training.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Print a recipe for a target, or a bundled recipe; without options, the names of those.
@@ -66,18 +67,19 @@ def recipe(
     dflash recipe qwen3-4b > my.yaml
     dflash recipe --target Qwen/Qwen3-0.6B --data data > my.yaml
     dflash recipe --data data --run runs/mine --set run.epochs=3 > mine.yaml
+    dflash recipe --data data --quick > try.yaml
     """
     from ..training.recipe import bundled_recipes
 
     known = bundled_recipes()
-    proposed = any(option is not None for option in (target, data, run, settings))
+    proposed = quick or any(option is not None for option in (target, data, run, settings))
     if name is not None and proposed:
         raise DFlashError("Give the NAME of a bundled recipe, or options for a new one such as --target, not both.")
     if proposed:
         from ..target.load import BUNDLED
         from ..training.new_recipe import as_yaml, propose_recipe
 
-        given = (target or BUNDLED, data, run, settings or (), trust_remote_code)
+        given = (target or BUNDLED, data, run, settings or (), trust_remote_code, quick)
         print(as_yaml(propose_recipe(*given)), end="")
     elif name is None:
         print("\n".join(known))

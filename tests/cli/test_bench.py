@@ -54,6 +54,13 @@ def test_bench_json_reports_prompts_totals_and_what_is_needed_to_compare_later(r
     assert environment["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", environment["commit"])
 
 
+def test_the_most_time_is_told_before_the_first_answer(report, monkeypatch, caplog):
+    monkeypatch.setattr(bench, "plain_speed", lambda target, prompt: 2.0)  # tokens a second
+    with caplog.at_level("INFO", "dflash.core.progress"):
+        report("--max-tokens", "12", "--runs", "3")
+    assert caplog.messages[0] == "bench: at most about 72 s"  # 2 prompts of 3 runs on 2 sides
+
+
 def test_both_sides_end_and_cache_alike(report):
     """Stop strings and tokens, which plain mlx_lm has not, cut its tokens as they cut DFlash's."""
     whole, bounded = report("--max-tokens", "16"), report("--max-tokens", "16", "--max-kv-size", "8")

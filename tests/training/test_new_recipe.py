@@ -60,6 +60,25 @@ def test_what_is_set_is_known_before_the_rest_is_proposed(folder, monkeypatch):
     assert "data.max_blocks_per_batch" not in found.reasons
 
 
+@pytest.mark.parametrize("given", [[], ["run.steps=7", "drafter.num_hidden_layers=2"]])
+def test_a_quick_recipe_has_small_steps_for_some_minutes_and_what_is_set_wins(folder, monkeypatch, given):
+    monkeypatch.setattr(new_recipe, "_trial", lambda *_: 0.5)  # seconds of a batch
+    found = propose_recipe(str(folder / "target"), folder / "data", overrides=given, quick=True)
+    recipe = found.recipe
+    assert (recipe.run.batches_per_step, recipe.data.anchors, recipe.run.evaluate_prompts) == (1, 16, 8)
+    assert (recipe.run.steps, recipe.drafter.num_hidden_layers) == ((7, 2) if given else (360, 1))
+    assert ("run.steps" in found.reasons) == (not given)
+    assert recipe.run.evaluate_every == (4 if given else 180)
+
+
+def test_without_an_unused_token_the_mask_has_to_be_set(folder, monkeypatch):
+    monkeypatch.setattr(new_recipe, "unused_tokens", lambda *_: [])
+    with pytest.raises(TrainingError, match=r"no mask token\. Set drafter\.mask_token to one that your data does not"):
+        propose_recipe(str(folder / "target"), folder / "data")
+    found = propose_recipe(str(folder / "target"), folder / "data", overrides=["drafter.mask_token=5"])
+    assert (found.recipe.drafter.mask_token, "drafter.mask_token" in found.reasons) == (5, False)
+
+
 @pytest.mark.parametrize(("steps", "expected"), [(None, (1, 3)), (7, (1, 4)), (40, (4, 20)), (3000, (10, 1000))])
 def test_a_short_run_logs_and_evaluates_on_the_way_and_little_data_is_warned_of(folder, caplog, steps, expected):
     given = [] if steps is None else [f"run.steps={steps}"]

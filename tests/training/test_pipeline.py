@@ -50,7 +50,7 @@ def test_a_target_alone_becomes_a_drafter_and_every_stage_is_told_with_its_time(
         result = fit(target, out, "--count", 12)
     assert result.exit_code == 0, result.output
     assert stages(caplog.text) == ["requests", "responses", "recipe", "training", "export"]
-    assert re.search(r"Stage requests: 12, made up by the target, about \d+ s\.", caplog.text)
+    assert re.search(r"Stage requests: 12, made up by the target\.\n.* requests: about \d+ s\n", caplog.text)
     assert re.search(r"Stage responses to 12 requests, at most about \d+ s\.", caplog.text)
     assert re.search(r"Stage training, at most about \d+ s\.", caplog.text)
     assert f"--target {target} --drafter {out}/drafter" in result.stdout
@@ -62,6 +62,35 @@ def test_a_target_alone_becomes_a_drafter_and_every_stage_is_told_with_its_time(
     with caplog.at_level("INFO"):
         assert fit(target, out, "--count", 12).exit_code == 0
     assert "Nothing is left to do" in caplog.text
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize(
+    ("there", "left"),
+    [
+        ([], ["12 requests, made up by the target", "responses to 12 requests", "a recipe", "training", "export"]),
+        (["prompts.jsonl", "data"], ["a recipe", "training", "export"]),
+        (["data", "recipe.yaml"], ["training", "export"]),
+        (["data", "recipe.yaml", "run", "drafter"], []),
+    ],
+)
+def test_a_dry_run_says_what_is_left_and_how_long_it_takes_and_writes_nothing(undisturbed, tmp_path, there, left):
+    target, done = undisturbed
+    assert fit(target, done, "--count", 12).exit_code == 0
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in there:
+        (shutil.copytree if (done / name).is_dir() else shutil.copy)(done / name, out / name)
+        if name == "recipe.yaml":
+            (out / name).write_text((done / name).read_text().replace(str(done), str(out)))
+    before = tree(out)
+    result = fit(target, out, "--count", 12, "--dry-run")
+    assert result.exit_code == 0, result.output
+    said = dict(line.split(": ") for line in result.stdout.splitlines() if ": " in line)
+    assert [stage.partition(", without")[0] for stage in said] == [*left, *["in all"] * bool(left)]
+    known = {"a recipe", "export"}
+    assert all(re.fullmatch("a moment" if stage in known else r"at most about \d+ s", said[stage]) for stage in said)
+    assert left or result.stdout == "Nothing is left to do.\n"
     assert tree(out) == before
 
 

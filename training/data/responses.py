@@ -9,6 +9,7 @@ Shapes: R rows of a batch, L length, S draft tokens, E hidden size.
 import copy
 import hashlib
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
@@ -35,6 +36,7 @@ _PROMPTS_PER_PASS = 32
 _ENDED_PART = 8
 """Rows leave a batch once one in this many has ended."""
 
+_TRIAL_TOKENS = 8
 _POSITIONS_PER_PASS = 512
 """Positions whose logits are computed at a time; a whole response's may not fit in memory."""
 
@@ -87,6 +89,15 @@ def generate_responses(
                     yield number, text
     finally:
         generator.close()
+
+
+def tokens_per_second(target: LoadedTargetModel, batch: int) -> float:
+    """The target's speed in writing ``batch`` responses at a time, measured briefly."""
+    prompts = [[token] for token in range(batch)]
+    begin = time.perf_counter()
+    for _ in generate_responses(model_to_write_with(target), prompts, (), [_TRIAL_TOKENS] * batch, batch):
+        pass
+    return batch * _TRIAL_TOKENS / (time.perf_counter() - begin)
 
 
 def _read_prefix(model: nn.Module, tokens: Sequence[int]) -> list[Any]:

@@ -1,8 +1,9 @@
 """Requests written by the target itself, so that a drafter needs no data.
 
 Given its chat template up to the user's message, an instruct model continues as a user would (Magpie,
-arXiv:2406.08464). Requests are sampled in rounds. A round's randomness depends on the seed and its number alone, and
-rounds are added to the file one by one, so a killed run continues to the same bytes.
+arXiv:2406.08464). Requests are sampled in rounds, of which the first are small: they show soon what the target writes.
+A round's size and randomness depend on the settings and its number alone, and rounds are added to the file one by one,
+so a killed run continues to the same bytes.
 """
 
 import hashlib
@@ -19,22 +20,26 @@ import mlx.core as mx
 from dflash import LoadedTargetModel
 from dflash.core.errors import CheckpointError, DataError
 from dflash.core.files import exclusive_lock, read_json, write_json
-from dflash.core.progress import progress
+from dflash.core.progress import forecast, progress
 from dflash.options import DecodeOptions
 from dflash.target.identity import target_fingerprint
 
 from ..cpu import model_to_write_with
 from .chat import MARK
 from .dataset import json_line
-from .responses import generate_responses, require_batches
+from .responses import generate_responses, require_batches, tokens_per_second
 
 FRUITLESS_ROUNDS = 20
-"""After this many rounds without a new request, the target counts as unable to write more."""
+"""After as many samples as this many rounds have, without a new request, the target counts as unable to write more."""
+
+_GROWTH = 4  # rounds have 4, 16, 64, .. requests, up to the settings' size
+_REQUEST_TOKENS = 64
+"""Tokens written for each request that is kept, those of dropped requests included: an estimate."""
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How requests are written. A round samples ``round_size`` of them, ``batch_size`` at a time.
+    """How requests are written. A round samples at most ``round_size`` of them, ``batch_size`` at a time.
 
     Tokens less probable than ``min_p`` times the most probable one are never sampled, which keeps a small model from
     writing nonsense. (Nucleus sampling would sort the vocabulary for every token.) ``begins`` are beginnings of
@@ -83,11 +88,20 @@ def write_prompts(target: LoadedTargetModel, count: int, path: Path, settings: P
     with exclusive_lock(path.with_name(path.name + ".work")):
         state, requests = _resume(path, target, settings)
         there = len(requests)
+        if there < count:
+            forecast("requests", writing_seconds(target, count - there, settings))
         new = _new_requests(target, prefix, stops, count, path, settings, state, requests)
         for _ in progress(new, "requests", count, done=there):
             pass
     counts = {name: getattr(state, name) for name in ("sampled", "unfinished", "unsuitable", "repeated")}
     return {"requests": max(there, count)} | counts
+
+
+def writing_seconds(target: LoadedTargetModel, count: int, settings: PromptSettings) -> float:
+    """Roughly how long the target takes to write ``count`` requests, by a short measurement."""
+    batch = min(settings.batch_size, count)
+    longest = batch * settings.max_tokens  # the last ones to end have others beside them only at first
+    return (count * _REQUEST_TOKENS + longest) / tokens_per_second(target, batch)
 
 
 def user_turn(target: LoadedTargetModel, system: str | None = None) -> tuple[list[int], frozenset[int]]:
@@ -143,14 +157,14 @@ def _new_requests(
     begun = _description(target, settings)
     while there < count:
         if not state.surplus:
-            found = _sample_round(target, prefix, stops, settings, state.rounds)
+            found = _sample_round(target, prefix, stops, settings, state)
             state.surplus = list(_kept(found, known, state))
             state.rounds, state.sampled = state.rounds + 1, state.sampled + len(found)
-        fruitless = 0 if state.surplus else fruitless + 1
-        if fruitless == FRUITLESS_ROUNDS:
+            fruitless = 0 if state.surplus else fruitless + len(found)
+        if fruitless >= FRUITLESS_ROUNDS * settings.round_size:
             raise DataError(
-                f"The target made up no new request in {fruitless * settings.round_size} trials; {path} holds "
-                f"{there}. Take fewer, a higher temperature, or other beginnings."
+                f"The target made up no new request in {fruitless} trials; {path} holds {there}. Take fewer, a higher "
+                "temperature, or other beginnings."
             )
         added, state.surplus = state.surplus[: count - there], state.surplus[count - there :]
         _append(path, added)
@@ -175,11 +189,13 @@ def _kept(found: list[str | None], known: set[str], state: _State) -> Iterator[s
 
 
 def _sample_round(
-    target: LoadedTargetModel, prefix: list[int], stops: frozenset[int], settings: PromptSettings, number: int
+    target: LoadedTargetModel, prefix: list[int], stops: frozenset[int], settings: PromptSettings, state: _State
 ) -> list[str | None]:
-    """One round's requests in order; ``None`` for those that the target did not finish."""
-    mx.random.seed(int.from_bytes(hashlib.sha256(f"{settings.seed} round {number}".encode()).digest()[:8], "big"))
-    begins = [settings.begins[i % len(settings.begins)] for i in range(settings.round_size)]
+    """The next round's requests in order; ``None`` for those that the target did not finish."""
+    seed = hashlib.sha256(f"{settings.seed} round {state.rounds}".encode()).digest()[:8]
+    mx.random.seed(int.from_bytes(seed, "big"))
+    size = min(settings.round_size, _GROWTH ** (state.rounds + 1))
+    begins = [settings.begins[(state.sampled + i) % len(settings.begins)] for i in range(size)]
     tokens = {begin: target.tokenizer.encode(begin, add_special_tokens=False) for begin in settings.begins}
     written: list[str | None] = [None] * len(begins)
     for i, response in generate_responses(

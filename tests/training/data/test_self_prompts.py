@@ -46,7 +46,25 @@ def test_requests_are_distinct_and_as_many_as_asked_for(quiet):
     assert counts["unsuitable"] > 0
     dropped = counts["unfinished"] + counts["unsuitable"] + counts["repeated"]
     assert 24 <= counts["sampled"] - dropped < 24 + SETTINGS.round_size
-    assert counts["sampled"] % SETTINGS.round_size == 0
+    assert counts["sampled"] % SETTINGS.round_size == 4  # the first round is small
+
+
+def test_the_first_round_is_small_and_begins_go_on_alternating_after_it(target, tmp_path, monkeypatch, caplog):
+    rounds, generate = [], self_prompts.generate_responses
+
+    def recorded(model, prompts, *others, **options):
+        rounds.append([byte_tokenizer().decode(p)[-1] for p in prompts])
+        return generate(model, prompts, *others, **options)
+
+    monkeypatch.setattr(self_prompts, "generate_responses", recorded)
+    settings = PromptSettings(**SETTINGS.__dict__ | {"begins": ("a", "b", "c")})
+    with caplog.at_level("INFO"):
+        write_prompts(target, 1, tmp_path / "p.jsonl", settings)
+    assert rounds == [["a", "b", "c", "a"]]
+    write_prompts(target, 16, tmp_path / "p.jsonl", settings)
+    assert [len(found) for found in rounds] == [4, 16, 16][: len(rounds)]
+    assert rounds[1][:3] == ["b", "c", "a"]
+    assert re.fullmatch(r"requests: about \d+ s", caplog.messages[0])
 
 
 def test_a_request_is_what_the_target_says_in_the_users_place_up_to_a_stop_token(target, tmp_path):
@@ -141,7 +159,11 @@ def test_other_settings_another_target_and_a_file_of_somebody_else_are_refused(t
 
 def test_a_target_that_has_said_everything_stops_the_run(target, tmp_path, monkeypatch):
     again = [*byte_tokenizer().encode("The same again."), min(target.stop_token_ids())]
-    monkeypatch.setattr(self_prompts, "generate_responses", lambda model, prompts, *_, **__: enumerate([again] * 16))
+
+    def same(model, prompts, *_, **__):
+        return enumerate([again] * len(prompts))
+
+    monkeypatch.setattr(self_prompts, "generate_responses", same)
     with pytest.raises(DataError) as error:
         write_prompts(target, 2, tmp_path / "p.jsonl", SETTINGS)
     refused(error, "no new request in 320 trials", "holds 1")

@@ -6,23 +6,17 @@ the rest is decoded.
 Shapes: R rows of a batch, L length, S draft tokens, E hidden size.
 """
 
-import copy
 import hashlib
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
 
 from dflash import LoadedTargetModel
 from dflash.core.errors import DataError
+from dflash.decoding.responses import generate_responses, unbatched_layer
 
 from ..cpu import forward_hidden, model_to_write_with
 from .chat import Row
@@ -32,63 +26,9 @@ from .sequences import Ints, Sequences, pad_batch, plan_batches
 _SHORTEST_PREFIX = 8
 """The fewest common tokens (of a system prompt, say) that are worth a pass of their own."""
 
-_PROMPTS_PER_PASS = 32
-_ENDED_PART = 8
-"""Rows leave a batch once one in this many has ended."""
-
 _TRIAL_TOKENS = 8
 _POSITIONS_PER_PASS = 512
 """Positions whose logits are computed at a time; a whole response's may not fit in memory."""
-
-
-def generate_responses(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    stops: Iterable[int],
-    max_tokens: Sequence[int],
-    batch: int = 64,
-    sampler: Callable[[mx.array], mx.array] | None = None,
-    shared_prefix: int = 0,
-) -> Iterator[tuple[int, list[int]]]:
-    """The number of each prompt with the target's response, as soon as it is complete.
-
-    A response ends with its stop token, unless it was cut at its ``max_tokens``. Decoding is greedy without a
-    ``sampler``. The same prompts in the same batches give the same responses, with a sampler if MLX's random state is
-    the same. All prompts must begin with the same ``shared_prefix`` tokens, which are read only once.
-    """
-    stops = frozenset(stops)
-    written: list[list[int]] = [[] for _ in prompts]
-    cache = _read_prefix(model, prompts[0][:shared_prefix]) if shared_prefix else None
-    waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))  # a group is padded to its longest
-    numbers: dict[int, int] = {}  # of the prompts that are being answered, by mlx-lm's own number of the row
-    ended: list[int] = []
-    generator = BatchGenerator(
-        model, sampler=sampler, completion_batch_size=batch, prefill_batch_size=min(batch, _PROMPTS_PER_PASS)
-    )
-    try:
-        while waiting or numbers:
-            # Changing the rows copies all caches, so rows that have ended stay until there are enough of them.
-            if len(ended) * _ENDED_PART >= len(numbers) + len(ended):
-                generator.remove(ended)
-                ended = []
-                new = [waiting.popleft() for _ in range(min(batch - len(numbers), len(waiting)))]
-                uids = generator.insert(
-                    [list(prompts[i][shared_prefix:]) for i in new],
-                    [sys.maxsize] * len(new),
-                    None if cache is None else [copy.deepcopy(cache) for _ in new],
-                )
-                numbers |= zip(uids, new, strict=True)
-            for response in generator.next_generated():
-                if (number := numbers.get(response.uid)) is None:
-                    continue
-                text = written[number]
-                text.append(int(response.token))
-                if text[-1] in stops or len(text) == max_tokens[number]:
-                    ended.append(response.uid)
-                    del numbers[response.uid]
-                    yield number, text
-    finally:
-        generator.close()
 
 
 def tokens_per_second(target: LoadedTargetModel, batch: int) -> float:
@@ -98,13 +38,6 @@ def tokens_per_second(target: LoadedTargetModel, batch: int) -> float:
     for _ in generate_responses(model_to_write_with(target), prompts, (), [_TRIAL_TOKENS] * batch, batch):
         pass
     return batch * _TRIAL_TOKENS / (time.perf_counter() - begin)
-
-
-def _read_prefix(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
-    """A cache that contains ``tokens``."""
-    cache = make_prompt_cache(model)
-    mx.eval(model(mx.array([list(tokens)]), cache=cache), [layer.state for layer in cache])
-    return cache
 
 
 def accepted_prefixes(
@@ -201,9 +134,9 @@ def _through_stop(stops: Collection[int], tokens: Ints) -> list[int]:
 
 def require_batches(target: LoadedTargetModel) -> None:
     """Raise ``DataError`` unless mlx-lm can batch sequences of this target."""
-    for i, cache in enumerate(make_prompt_cache(target.model)):
-        if not hasattr(cache, "merge"):
-            raise DataError(
-                f"mlx-lm cannot write in batches with this target: layer {i} keeps a {type(cache).__name__}. "
-                "Give conversations that already hold the target's responses."
-            )
+    if found := unbatched_layer(target.model):
+        layer, cache = found
+        raise DataError(
+            f"mlx-lm cannot write in batches with this target: layer {layer} keeps a {cache}. "
+            "Give conversations that already hold the target's responses."
+        )

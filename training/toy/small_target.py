@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 from dflash.core.backend import keep_freed_memory
 from dflash.core.errors import DFlashError
 from dflash.core.files import exclusive_lock
+from dflash.decoding.responses import generate_responses
 
 from ...core.settings import load_settings, to_dict
-from ..data.responses import generate_responses
 from ..data.sequences import Sequences
 from ..identity import check_same_run
 from ..loop.fit import fit

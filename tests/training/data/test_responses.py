@@ -91,6 +91,6 @@ def test_a_target_that_cannot_be_batched_is_refused(target, monkeypatch):
     class Solitary:
         pass
 
-    monkeypatch.setattr(responses, "make_prompt_cache", lambda model: [Solitary()])
+    monkeypatch.setattr("dflash.decoding.responses.make_prompt_cache", lambda model: [Solitary()])
     with pytest.raises(DataError, match="layer 0 keeps a Solitary"):
         require_batches(target)

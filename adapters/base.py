@@ -108,12 +108,16 @@ class TargetAdapter:
         return self.language_model.lm_head if "lm_head" in self.language_model else self.embedding
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
-        """Logits ``[B, L, V]`` from normalised final hidden states: :meth:`cap_logits` of :attr:`head_table`'s product.
+        """Logits ``[B, L, V]`` from normalised final hidden states: :meth:`cap_logits` of :meth:`project`.
 
         The norm is the backbone's, since a drafter has a norm of its own.
         """
+        return self.cap_logits(self.project(hidden_BLE))
+
+    def project(self, hidden_BLE: mx.array) -> mx.array:
+        """The product ``[B, L, V]`` of final hidden states with :attr:`head_table`: logits without a cap."""
         table = self.head_table
-        return self.cap_logits(table.as_linear(hidden_BLE) if hasattr(table, "as_linear") else table(hidden_BLE))
+        return table.as_linear(hidden_BLE) if hasattr(table, "as_linear") else table(hidden_BLE)
 
     def cap_logits(self, logits: mx.array) -> mx.array:
         """What the model does to each logit after the product: nothing, or a soft cap."""
@@ -125,11 +129,16 @@ class TargetAdapter:
         Its rows are gathered once, packed if the head is quantised. If a family overrides :meth:`head`, or its table
         is of an unknown class, all logits are computed and the wanted ones selected.
         """
-        usual = getattr(self.head, "__func__", None) is TargetAdapter.head
-        product = rows_of_table(self.head_table, token_ids_N) if usual else None
+        product = self.projection(token_ids_N)
         if product is None:
             return lambda hidden: self.head(hidden)[..., token_ids_N]
         return lambda hidden: self.cap_logits(product(hidden))
+
+    def projection(self, token_ids_N: mx.array | None) -> Callable[[mx.array], mx.array] | None:
+        """:meth:`project` for the tokens ``token_ids_N``, or all; ``None`` where only :meth:`head` knows it."""
+        if getattr(self.head, "__func__", None) is not TargetAdapter.head:
+            return None
+        return self.project if token_ids_N is None else rows_of_table(self.head_table, token_ids_N)
 
     def forward(
         self,

@@ -5,6 +5,7 @@ Linux bundles the reference BLAS, and a faster one takes its place only if its s
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import BackendError, install_extra
 
@@ -101,11 +102,14 @@ def begins_early() -> bool:
     return on_cpu() and (blas_threads() or 1) < cores
 
 
-def begin_early(*arrays: "mx.array") -> None:
-    """Let the device compute ``arrays`` while the host builds the rest of the graph, where :func:`begins_early`."""
+def begin(*arrays: Any) -> None:
+    """Let the device compute ``arrays`` while the host builds the rest of the graph.
+
+    Not inside ``mx.grad``, ``vmap`` or ``compile``: a graph that is transformed has no values yet, and MLX refuses.
+    """
     import mlx.core as mx
 
-    if begins_early():
+    with contextlib.suppress(ValueError):
         mx.async_eval(*arrays)
 
 

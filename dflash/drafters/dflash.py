@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..core.backend import begin_early
+from ..core.backend import begin, begins_early
 from ..core.errors import GenerationError, IncompatibleModelsError
 from ..target.identity import target_fingerprint
 from .checkpoints.config import DFlashConfig
@@ -56,6 +56,7 @@ class DFlashDraftModel(Trainable, nn.Module):
         self._token_ids: mx.array | None = None
         self._draft_ids: mx.array | None = None
         self._head_rows: Callable[[mx.array], mx.array] | None = None
+        self._projection: Callable[[mx.array], mx.array] | None = None
         self._context_limit: int | None = None
 
     @property
@@ -96,8 +97,11 @@ class DFlashDraftModel(Trainable, nn.Module):
                 "the output stays exact, but fewer drafts may be accepted. Use the drafter trained for this one."
             )
         # Drafters of some targets (Gemma, Muse) name a multiplier and a cap that the target's own head applies already.
+        # Others replace them, and then need the logits without.
         self._target_multiplier = getattr(target.adapter.config, "output_multiplier", 1.0)
         self._target_cap = getattr(target.adapter.config, "final_logit_softcapping", None)
+        if not self._has_targets_multiplier or self.config.final_logit_softcapping not in (None, self._target_cap):
+            self._projection = target.adapter.projection(self._token_ids)
         self._target = target
         if self._token_ids is not None:
             self._head_rows = target.adapter.head_rows(self._token_ids)
@@ -113,16 +117,20 @@ class DFlashDraftModel(Trainable, nn.Module):
 
         The head is the target's, or the drafter's own.
         """
-        own = "lm_head" in self
-        logits_BLN = self.lm_head(hidden_BLE) if own else self.target_head(hidden_BLE)
+        project = self.lm_head if "lm_head" in self else self._projection
+        logits_BLN = (project or self.target_head)(hidden_BLE)
         multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
-        if not own and math.isclose(multiplier, self._target_multiplier, rel_tol=1e-6):  # files round it
+        if project is None and self._has_targets_multiplier:
             multiplier = 1.0
         if multiplier != 1.0:
             logits_BLN = logits_BLN * multiplier
-        if cap is not None and (own or multiplier != 1.0 or cap != self._target_cap):
+        if cap is not None and (project is not None or multiplier != 1.0 or cap != self._target_cap):
             logits_BLN = cap * mx.tanh(logits_BLN / cap)
         return logits_BLN
+
+    @property
+    def _has_targets_multiplier(self) -> bool:
+        return math.isclose(self.config.output_multiplier, self._target_multiplier, rel_tol=1e-6)  # files round it
 
     def target_head(self, hidden_BLE: mx.array) -> mx.array:
         """The target's own logits ``[B, L, N]`` from final hidden states."""
@@ -229,14 +237,15 @@ class DFlashDraftModel(Trainable, nn.Module):
             raise GenerationError(
                 f"A block of {self.block_size} drafts 1 to {self.block_size - 1} tokens, not {length}."
             )
-        attends = [self._attend_cached(i, kv) for i, kv in enumerate(cache.layers)]
+        early = begins_early()
+        attends = [self._attend_cached(i, kv, early) for i, kv in enumerate(cache.layers)]
         filled = length if self.config.elastic_blocks else self.block_size - 1
         hidden = self(self.block_inputs(anchor.reshape(1), filled), cache.offset, attends)
         first = 0 if self.config.sample_from_anchor else 1
         return hidden[:, first : first + length]
 
-    def _attend_cached(self, layer: int, kv: LayerContext) -> Attend:
-        """Attention of one block to the cached context and itself."""
+    def _attend_cached(self, layer: int, kv: LayerContext, early: bool) -> Attend:
+        """Attention of one block to the cached context and itself, handed to the device at once if ``early``."""
         config = self.config
 
         def attend(queries_BHLD: mx.array, keys_BKLD: mx.array, values_BKLD: mx.array) -> mx.array:
@@ -245,7 +254,8 @@ class DFlashDraftModel(Trainable, nn.Module):
             keys, values = kv.with_block(keys_BKLD, values_BKLD)
             scale = queries_BHLD.shape[-1] ** -0.5
             attended = mx.fast.scaled_dot_product_attention(queries_BHLD, keys, values, scale=scale, mask=mask)
-            begin_early(attended)
+            if early:
+                begin(attended)
             return attended
 
         return attend

@@ -7,11 +7,10 @@ a whole, and where BLAS uses every core the host would compete with it, so there
 
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..adapters.base import LayerCaller
-from ..core.backend import begins_early
+from ..core.backend import begin, begins_early
 
 
 class EarlyLayers:
@@ -23,7 +22,7 @@ class EarlyLayers:
     def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``layer`` returns, already being computed."""
         output = layer(*args, **kwargs) if self._caller is None else self._caller.call(layer, args, kwargs)
-        mx.async_eval(output)
+        begin(output)
         return output
 
 

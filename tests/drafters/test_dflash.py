@@ -110,9 +110,11 @@ def test_acceptance_and_tokens_equal_the_reference_over_many_blocks(variant, tra
     assert_same_blocks(pair(seed, 4, **(VARIANTS[variant] | {"block_size": trained})), prompt, 64, used)
 
 
-def drafter_for(target: LoadedTargetModel, **changes):
+def drafter_for(target: LoadedTargetModel, ids: list[int] | None = None, **changes):
     shape = {"hidden_size": target.hidden_size, "num_target_layers": target.num_layers, "target_layer_ids": (0,)}
     drafter = random_drafter(3, target.vocab_size, **shape, **changes)
+    if ids is not None:
+        drafter.reduce_vocabulary(mx.array(ids), own_head=False)
     drafter.bind(target)
     return drafter
 
@@ -139,14 +141,25 @@ def test_what_the_head_of_a_muse_target_does_is_not_done_twice():
     assert not mx.allclose(drafter.head(hidden), target.head(hidden), atol=1e-3)
 
 
-@pytest.mark.parametrize("cap", [None, 5.0])
-def test_a_soft_cap_that_the_targets_head_has_is_not_applied_twice(cap):
+@pytest.mark.parametrize("ids", [None, [7, 3, 21]])
+@pytest.mark.parametrize(
+    ("multiplier", "cap", "logits"),
+    [
+        (1.0, None, lambda raw: 5 * np.tanh(raw / 5)),  # the target's own, whether the file names them or not
+        (1.0, 5.0, lambda raw: 5 * np.tanh(raw / 5)),
+        (0.5, 5.0, lambda raw: 5 * np.tanh(raw / 2 / 5)),
+        (0.5, None, lambda raw: raw / 2),
+        (1.0, 9.0, lambda raw: 9 * np.tanh(raw / 9)),
+    ],
+)
+def test_a_multiplier_and_a_cap_replace_those_of_the_targets_head(multiplier, cap, logits, ids):
     target = LoadedTargetModel(small_models.build("gemma2"))
     target.adapter.config.final_logit_softcapping = 5.0
-    drafter = drafter_for(target, final_logit_softcapping=cap)
+    changes = {} if ids is None else {"draft_vocab_size": len(ids)}
+    drafter = drafter_for(target, ids, output_multiplier=multiplier, final_logit_softcapping=cap, **changes)
     hidden = 3 * mx.random.normal((1, 4, target.hidden_size), key=mx.random.key(0))
-    raw = np.array(target.adapter.embedding.as_linear(hidden))
-    np.testing.assert_allclose(np.array(drafter.head(hidden)), 5 * np.tanh(raw / 5), rtol=1e-4, atol=1e-4)
+    raw = np.array(target.adapter.embedding.as_linear(hidden))[..., slice(None) if ids is None else ids]
+    np.testing.assert_allclose(np.array(drafter.head(hidden)), logits(raw), rtol=1e-4, atol=1e-4)
 
 
 def test_a_drafter_on_another_target_of_the_same_shape_gets_a_warning(caplog):

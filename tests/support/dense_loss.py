@@ -29,7 +29,7 @@ class RandomTarget:
     """An embedding and a head: all that a drafter borrows."""
 
     hidden_size, num_layers, embedding_scale = HIDDEN, LAYERS, 1.0
-    adapter = SimpleNamespace(config=None)
+    adapter = SimpleNamespace(config=None, projection=lambda ids: None)
 
     def __init__(self, seed: int, vocab: int = VOCAB):
         keys, self.vocab_size = mx.random.split(mx.random.key(seed)), vocab

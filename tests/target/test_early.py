@@ -10,6 +10,7 @@ from dflash import Policy
 from dflash.core import backend
 from dflash.decoding.block import Decoding
 from dflash.decoding.loop import plain_steps, prefill
+from dflash.drafters import dflash
 from dflash.target import early
 
 
@@ -42,7 +43,7 @@ def note_calls(layers: list[nn.Module], events: list[str], monkeypatch) -> None:
 
 def compute_on(cpu: bool, monkeypatch) -> None:
     """Let the package take this machine's device for a CPU with a core to spare, or for none."""
-    for module in (backend, early):
+    for module in (backend, early, dflash):
         monkeypatch.setattr(module, "begins_early", lambda: cpu)
 
 
@@ -113,6 +114,35 @@ def test_a_cpu_begins_with_each_layer_of_a_drafter_before_the_next_is_built(cpu,
     drafter.extend_context(features, cache, mx.array([[1, 2, 3]]))
     drafter.propose(mx.array([[4]]), 3, cache)
     assert events == a_layer * drafter.config.num_hidden_layers
+
+
+def drafted(drafter, anchor: mx.array) -> mx.array:
+    """Final hidden states of a block after ``anchor`` and three tokens of context."""
+    cache = drafter.make_cache()
+    features = mx.ones((1, 3, len(drafter.target_layer_ids) * drafter.config.hidden_size))
+    drafter.extend_context(features, cache, mx.array([[1, 2, 3]]))
+    return drafter.draft_hidden(anchor, 3, cache)
+
+
+def test_a_drafter_asks_once_a_pass_whether_to_begin_early(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dflash, "begins_early", lambda: asked.append(1))
+    drafted(bound_drafter("qwen3", 0), mx.array([[4]]))
+    assert len(asked) == 1
+
+
+TRANSFORMED = {
+    "grad": lambda drafter, x: nn.value_and_grad(drafter, lambda a: drafted(drafter, a).sum())(x)[0],
+    "vmap": lambda drafter, x: mx.vmap(lambda a: drafted(drafter, a))(x[None]).sum(),
+    "compile": lambda drafter, x: mx.compile(lambda a: drafted(drafter, a))(x).sum(),
+}
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_a_drafting_pass_that_begins_early_can_be_transformed(transformed, monkeypatch):
+    compute_on(True, monkeypatch)
+    anchor, drafter = mx.array([[4]]), bound_drafter("qwen3", 0)
+    assert mx.allclose(transformed(drafter, anchor), drafted(drafter, anchor).sum(), rtol=1e-4)
 
 
 class Sleeper(Policy):

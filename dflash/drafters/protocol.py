@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ..decoding.sampling import DrawingSampler
     from ..target import LoadedTargetModel
 
+_CERTAIN = 1e30
+"""Stands for a logit of +inf, with which probabilities would not be numbers."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -61,7 +64,8 @@ class Proposal:
             return self.confidence[0].astype(mx.float32)
         if self.logits is None or self.log_q is not None:
             return None
-        logits_NV, tokens_N1 = self.logits[0].astype(mx.float32), self.tokens[0, :, None]
+        logits_NV = mx.minimum(self.logits[0].astype(mx.float32), _CERTAIN)
+        tokens_N1 = self.tokens[0, :, None]
         if self.candidates is None:
             known_N1 = mx.clip(tokens_N1, 0, logits_NV.shape[-1] - 1)  # ids are checked by the decode loop
             own_N1 = mx.take_along_axis(logits_NV, known_N1, axis=-1)

@@ -24,6 +24,12 @@ def test_confidence_is_the_probability_of_each_draft():
     assert Proposal(tokens).acceptance_chances() is None
 
 
+@pytest.mark.parametrize("candidates", [None, mx.array([[[0, 1, 2], [0, 1, 2]]])])
+def test_a_logit_of_infinity_is_a_certain_draft_and_no_other_is_possible(candidates):
+    logits = mx.array([[[mx.inf, 0.0, 1.0], [0.0, mx.inf, 1.0]]])
+    assert Proposal(mx.array([[0, 0]]), logits, candidates).acceptance_chances().tolist() == [1.0, 0.0]
+
+
 class Pausing(Policy):
     """Three plain tokens, then a block of which two drafts are verified, and so on."""
 

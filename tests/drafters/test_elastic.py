@@ -7,9 +7,9 @@ import pytest
 from support.models import HIDDEN, draft_config, qwen3_model, randomize
 
 from dflash import LoadedTargetModel, load_drafter, save_drafter
+from dflash.drafters.blocks import draft_hidden
 from dflash.drafters.checkpoints.config import DFlashConfig
 from dflash.drafters.kinds import drafter_class
-from dflash.training.drafters.forward import draft_hidden
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

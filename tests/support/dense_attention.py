@@ -1,4 +1,4 @@
-"""One masked attention of all blocks over everything, in place of :func:`~dflash.training.drafters.attention`'s tiles.
+"""One masked attention of all blocks over everything, in place of :func:`~dflash.drafters.block_attention`'s tiles.
 
 Shapes: N sequences, S context length, A anchors a sequence, B block size, X = A * B, H query heads, K key-value heads,
 G query heads a key-value head, D head size.
@@ -34,7 +34,7 @@ def dense_attention(
     window: int | None = None,
     causal: bool = False,
 ) -> mx.array:
-    """As :func:`~dflash.training.drafters.attention.block_attention`."""
+    """As :func:`~dflash.drafters.block_attention.block_attention`."""
     (n, _), (heads, size, head_size) = anchors_NA.shape, queries.shape[1:]
     groups, mask = heads // keys.shape[1], dense_mask(anchors_NA, context_keys.shape[2], size, window, causal)
     keys, values = (

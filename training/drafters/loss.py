@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from dflash import DFlashDraftModel
 from dflash.core.errors import TrainingError
+from dflash.drafters.block_attention import block_attention
+from dflash.drafters.blocks import BlockAttention, draft_hidden
 
-from .attention import block_attention
-from .forward import BlockAttention, draft_hidden
 from .objectives import ObjectiveSettings, Predictions
 from .targets import block_targets, flat_positions, position_weights
 
@@ -57,7 +57,7 @@ def drafter_loss(
     the target's distribution after token ``a + i - 1``. Predictions outside responses are not computed. Predictions of
     tokens that the drafter does not know have weight 0, and the target's distribution is renormalised over the known
     tokens. The loss is computed in ``dtype``, by default the weights'; ``attention`` and ``grad_checkpoint`` are as in
-    :func:`~dflash.training.drafters.forward.draft_hidden`.
+    :func:`~dflash.drafters.blocks.draft_hidden`.
 
     Raises ``ValueError`` if the target's logits are needed and missing, and ``TrainingError`` for an objective that
     does not return one loss per prediction.

@@ -32,9 +32,9 @@ from support.dense_loss import (
 from support.models import HIDDEN, draft_config, randomize, target
 
 from dflash import DFlashDraftModel
+from dflash.drafters import block_attention as attention
 from dflash.training.batches import Batches
 from dflash.training.data.sequences import Sequences
-from dflash.training.drafters import attention
 from dflash.training.drafters.loss import Batch, drafter_loss
 from dflash.training.drafters.objectives import ObjectiveSettings
 from dflash.training.features import with_target_pass

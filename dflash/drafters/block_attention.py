@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 from einops import rearrange
 
-from dflash.core.cpu_math import shifted_exp
+from ..core.cpu_math import shifted_exp
 
 _HIDDEN = -1e9
 _ANCHORS_AT_ONCE = 16  # larger tiles compute more masked scores and take more memory

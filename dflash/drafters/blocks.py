@@ -9,13 +9,12 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash import DFlashDraftModel
-from dflash.drafters.layers import DraftLayer
-
-from .attention import block_attention
+from .block_attention import block_attention
+from .dflash import DFlashDraftModel
+from .layers import DraftLayer
 
 BlockAttention = Callable[..., mx.array]
-"""Takes and returns what :func:`~dflash.training.drafters.attention.block_attention` does."""
+"""Takes and returns what :func:`~dflash.drafters.block_attention.block_attention` does."""
 
 
 def draft_hidden(

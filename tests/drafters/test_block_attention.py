@@ -5,7 +5,7 @@ import pytest
 from support.dense_attention import dense_attention
 from support.dense_loss import relative_difference
 
-from dflash.training.drafters import attention
+from dflash.drafters import block_attention as attention
 
 
 def random_attention(dtype=mx.float32):

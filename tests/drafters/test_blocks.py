@@ -5,7 +5,7 @@ import pytest
 from support.models import HIDDEN, qwen3_model
 
 from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel
-from dflash.training.drafters.forward import draft_hidden
+from dflash.drafters.blocks import draft_hidden
 
 
 @pytest.mark.parametrize("layer_types", [(), ("sliding_attention", "full_attention")])

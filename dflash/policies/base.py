@@ -112,10 +112,14 @@ POLICIES.register("full")(Policy)
 
 
 class Fixed(Policy):
-    """Drafts whole blocks and verifies the first ``length`` drafts of each."""
+    """Drafts and verifies ``length`` tokens in each block."""
 
     def __init__(self, length: int):
         self.length = length
+
+    def draft_length(self, most: int) -> int:
+        """As many as are verified: a drafter that fills short blocks quicker is not asked for whole ones."""
+        return min(self.length, most)
 
     def verify_length(self, drafts: Drafts) -> int:
         """The same number in every block, or all drafts if there are fewer."""

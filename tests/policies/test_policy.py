@@ -50,6 +50,19 @@ class Pausing(Policy):
         self.left = self.left - 1 if block.asleep else 3
 
 
+@pytest.mark.parametrize("tree", [None, 6])
+def test_a_fixed_number_is_all_that_is_drafted(tree, monkeypatch):
+    drafter, asked = bound_drafter("qwen3", 0), []
+    propose = type(drafter).propose
+    monkeypatch.setattr(
+        type(drafter), "propose", lambda self, a, length, c: asked.append(length) or propose(self, a, length, c)
+    )
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 1), drafter)
+    tokens = decoder.spec_generate([3, 1, 4], 9, policy=3, tree=tree, stop_token_ids=[])
+    assert tokens[0, 3:].tolist() == plain_greedy(target("qwen3", 1).model, [3, 1, 4], 9)[0]
+    assert asked[0] == max(asked) == 3
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding"])
 @pytest.mark.parametrize("policy", [lambda: Fixed(0), lambda: Fixed(3), Adaptive, Pausing])
 def test_no_policy_changes_the_text(kind, policy):

@@ -6,8 +6,7 @@ from pathlib import Path
 from .core.errors import CheckpointError, IncompatibleModelsError
 from .core.files import is_hub_name, read_json, resolve_checkpoint
 from .drafters.combined import PREFIX as COMBINED
-from .drafters.mtp import NAME as MTP
-from .drafters.ngram import NAME as NGRAM
+from .drafters.kinds import needs_no_files
 from .target import LoadedTargetModel, load_target
 from .target.identity import norm_fingerprint, target_fingerprint
 from .target.load import BUNDLED
@@ -62,16 +61,16 @@ def drafter_folder(target: LoadedTargetModel) -> Path:
 
 
 def target_for(drafter: str | Path) -> LoadedTargetModel:
-    """The bundled target, for a ``drafter`` whose config says that it was trained for it, or that needs no training.
+    """The bundled target, for a ``drafter`` whose config says that it was trained for it, or that needs no files.
 
     Raises ``CheckpointError`` if there is no such folder, and ``IncompatibleModelsError`` for any other drafter.
     """
     name = str(drafter).removeprefix(COMBINED)
-    if name == NGRAM:
+    if needs_no_files(name):
         return load_target(BUNDLED)
     if is_hub_name(name) and not Path(name).exists():
         raise CheckpointError(f"There is no folder {name!r}; with a drafter of the hub, give its target too.")
-    trained_for = None if name == MTP else read_json(resolve_checkpoint(name) / "config.json").get("target_fingerprint")
+    trained_for = read_json(resolve_checkpoint(name) / "config.json").get("target_fingerprint")
     target = load_target(BUNDLED)
     if trained_for != target_fingerprint(target):
         raise IncompatibleModelsError(

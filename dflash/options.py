@@ -7,7 +7,7 @@ settings. Importing this is quick: what options build is imported when it is bui
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from .core.errors import GenerationError, did_you_mean
 from .core.option import check_limits, option
@@ -203,7 +203,7 @@ class DecodeOptions:
         from .decoding.sampling import GREEDY, SAMPLERS, DrawingSampler
 
         if self.sampler is not None:
-            return _found(SAMPLERS, self.sampler)
+            return _found(SAMPLERS, self.sampler, arguments=1)
         if self.temp < GREEDY_BELOW:
             return GREEDY
         return DrawingSampler(self.temp, self.top_p, self.min_p, self.top_k)
@@ -223,23 +223,22 @@ class DecodeOptions:
             self.frequency_penalty,
             self.frequency_context_size,
         )
-        return [*known, *(_found(LOGITS_PROCESSORS, processor) for processor in self.logits_processors)]
+        return [*known, *(_found(LOGITS_PROCESSORS, own, arguments=2) for own in self.logits_processors)]
 
     def verify_rule(self) -> "VerifyRule":
         """The verification rule asked for."""
-        from .decoding import speculative as _registers_speculative  # noqa: F401
         from .decoding.verify import VERIFY_RULES
 
-        return _found(VERIFY_RULES, self.verify)
+        return _found(VERIFY_RULES, self.verify, arguments=3)
 
     def build_policy(self) -> "Policy":
         """The policy asked for, a new one where it was asked for by name."""
-        from .policies import adaptive as _registers_adaptive  # noqa: F401
+        from .core.parts import make
         from .policies.base import POLICIES, Fixed, Policy
 
         policy = self.policy
         if isinstance(policy, str):
-            made = POLICIES.get(policy)()
+            made = make(POLICIES, policy)
             if not isinstance(made, Policy):
                 raise GenerationError(
                     f"The policy {policy!r} is a {type(made).__name__}; it must be a subclass of dflash.Policy."
@@ -330,10 +329,12 @@ def decode_options(given: Mapping[str, Any]) -> DecodeOptions:
     return DecodeOptions(**values)
 
 
-def _found(registry: "Registry[T]", wanted: T | str) -> T:
-    """What is registered under a name; anything that can be called stands for itself."""
+def _found(registry: "Registry[T]", wanted: T | str, arguments: int) -> T:
+    """What is registered under a name, with its options; anything that can be called stands for itself."""
     if isinstance(wanted, str):
-        return registry.get(wanted)
+        from .core.parts import with_options
+
+        return cast(T, with_options(registry, wanted, arguments))
     if not callable(wanted):
         raise GenerationError(f"A {registry.what} must be a function or a registered name, got {short(wanted)}.")
     return wanted

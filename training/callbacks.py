@@ -25,7 +25,7 @@ class RunInfo:
 Callback = Callable[[RunInfo], OnLog]
 """Called once when a run starts or continues; returns a function that gets every line of the log."""
 
-CALLBACKS: Registry[Callback] = Registry("callback", "dflash.callbacks")
+CALLBACKS: Registry[Callback] = Registry("callback", "dflash.callbacks", ours=["dflash.training.reporting"])
 
 
 def register_callback(name: str) -> Callable[[Callback], Callback]:

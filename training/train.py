@@ -29,7 +29,6 @@ from dflash.drafters.kinds import config_of
 from dflash.evaluation.acceptance import Acceptance, measure
 
 from ..core.settings import to_dict
-from . import reporting as _registers_its_callbacks  # noqa: F401
 from .batches import Batches
 from .callbacks import CALLBACKS, RunInfo, listeners
 from .data.dataset import dataset_fingerprint, open_dataset, read_manifest

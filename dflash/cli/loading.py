@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..decoding.trace import TraceFile
     from ..generate import DFlashSpeculativeDecoder
 
-BUNDLED, NGRAM, COMBINED = "bundled", "ngram", "ngram+"
+BUNDLED, COMBINED = "bundled", "ngram+"
 
 
 def load_decoder(models: ModelOptions) -> "DFlashSpeculativeDecoder":
@@ -26,15 +26,18 @@ def load_decoder(models: ModelOptions) -> "DFlashSpeculativeDecoder":
 def load_decoders(models: ModelOptions, drafters: Sequence[str]) -> dict[str, "DFlashSpeculativeDecoder"]:
     """A decoder for each of ``drafters``, by its name; they share the target. Without names, the bundled drafter.
 
-    No target is the bundled one, if a drafter is bundled or needs no training, or the first was trained for it. Raises
+    No target is the bundled one, if a drafter is bundled or needs no files, or the first was trained for it. Raises
     ``DFlashError`` otherwise, and for a name given twice.
     """
     from ..generate import DFlashSpeculativeDecoder
+    from ..decoding.sampling import RandomState
+    from ..drafters.kinds import needs_no_files
 
     names = drafters or [BUNDLED]
     if len(set(names)) < len(names):
         raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(names)}.")
-    for_any_target = (name for name in names if name in (BUNDLED, NGRAM, COMBINED + BUNDLED))
+    alone = {name: name.removeprefix(COMBINED) for name in names}
+    for_any_target = (name for name in names if alone[name] == BUNDLED or needs_no_files(alone[name]))
     target = replace(models, drafter=next(for_any_target, names[0])).load_target()
     return {
         name: DFlashSpeculativeDecoder(

@@ -57,7 +57,9 @@ what it needs in one call, because each evaluation waits for the device. A rule 
 ``propose(drafter, anchor, length, cache, sampler) -> Proposal`` decides how the drafter is called.
 """
 
-VERIFY_RULES: Registry[VerifyRule] = Registry("verification rule", "dflash.verify")
+VERIFY_RULES: Registry[VerifyRule] = Registry(
+    "verification rule", "dflash.verify", ours=["dflash.decoding.speculative"]
+)
 
 
 def register_verify(name: str) -> Callable[[VerifyRule], VerifyRule]:

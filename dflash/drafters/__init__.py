@@ -6,3 +6,5 @@ from .dflare import QwenDFlareDraftModel as QwenDFlareDraftModel
 from .dflash import DFlashDraftModel as DFlashDraftModel  # importing a module registers its kind
 from .dflash2 import DFlash2DraftModel as DFlash2DraftModel
 from .dspark import DSparkDraftModel as DSparkDraftModel
+from .mtp import MTPDrafter as MTPDrafter
+from .ngram import NgramDrafter as NgramDrafter

@@ -1,6 +1,7 @@
 """The registry of drafter kinds, and how a ``config.json`` names its kind."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.errors import CheckpointError
@@ -15,13 +16,16 @@ KIND = "drafter_kind"
 
 _DRAFTER_KEYS = ("dflash_config", "speculators_config", "target_layer_ids", "num_target_layers", "mask_token_id")
 
-drafters: Registry[type] = Registry("drafter", "dflash.drafters")
+drafters: Registry[type] = Registry("drafter", "dflash.drafters", ours=["dflash.drafters"])
 
 
 def register_drafter(kind: str) -> Callable[[T], T]:
     """Class decorator: register a drafter class as ``kind``, for ``config.json``, recipes and the command line.
 
-    The class is a subclass of :class:`~dflash.drafters.dflash.DFlashDraftModel`, or an ``mlx.nn.Module`` that follows
+    A class that follows :class:`~dflash.drafters.protocol.Drafter` and has no ``config_class`` needs no files: its name
+    alone makes it, with the options that follow the name (``ngram:block_size=8``) as keywords of its constructor.
+
+    Any other is a subclass of :class:`~dflash.drafters.dflash.DFlashDraftModel`, or an ``mlx.nn.Module`` that follows
     :class:`~dflash.drafters.protocol.Drafter` and is constructed from its config alone. It has an attribute ``config``
     and a class attribute ``config_class``: :class:`~dflash.DFlashConfig`, or a frozen dataclass derived from it whose
     further fields (with defaults) are the kind's own options in ``config.json``. If published files name the kind
@@ -37,6 +41,23 @@ def register_drafter(kind: str) -> Callable[[T], T]:
 def drafter_class(kind: str) -> type[Any]:
     """The class registered as ``kind``. Raises ``DFlashError`` for an unknown kind."""
     return drafters.get(kind)
+
+
+def needs_no_files(name: str) -> bool:
+    """Whether ``name``, with or without options, is that of a drafter that is made without a config and weights."""
+    known = drafters.find(name.partition(":")[0])
+    return known is not None and not hasattr(known, "config_class")
+
+
+def kind_of_files(path: Path, config: Mapping[str, Any]) -> str:
+    """The kind that the ``config.json`` in the folder ``path`` names.
+
+    Raises ``CheckpointError`` for an unknown kind, and for one that needs no files.
+    """
+    kind = kind_in(config)
+    if needs_no_files(kind):
+        raise CheckpointError(f"{path}: the drafter {kind!r} needs no files; give its name: --drafter {kind}.")
+    return kind
 
 
 def kind_of(model: object) -> str:

@@ -21,6 +21,7 @@ from ..core.backend import to_compute_dtype
 from ..core.errors import CheckpointError, IncompatibleModelsError
 from ..core.files import read_json, read_safetensors
 from .checkpoints.tensors import Weights, load_weights
+from .kinds import register_drafter
 from .protocol import Proposal
 from .sequential import Choose, Walk, best, sampled
 
@@ -71,6 +72,7 @@ class MTPCache:
         return [self.kv.state if self.kv.offset else [], self.hidden, self.waiting]
 
 
+@register_drafter(NAME)
 class MTPDrafter:
     """The multi-token-prediction layer in the files of the target.
 

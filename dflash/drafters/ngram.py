@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 import mlx.core as mx
 
 from ..core.errors import GenerationError
+from .kinds import register_drafter
 from .protocol import Proposal
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class NgramCache:
         return abs(end - self.expected)
 
 
+@register_drafter(NAME)
 class NgramDrafter:
     """Drafts by copying from the text so far.
 

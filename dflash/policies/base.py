@@ -98,9 +98,12 @@ class Policy:
         return {}
 
 
-PolicyFactory = Callable[[], Policy]
+PolicyFactory = Callable[..., Policy]
+"""``factory(**options)``: a policy, or its class."""
 
-POLICIES: Registry[PolicyFactory] = Registry("policy", "dflash.policies", "A number of drafts works too.")
+POLICIES: Registry[PolicyFactory] = Registry(
+    "policy", "dflash.policies", "A number of drafts works too.", ["dflash.policies.adaptive"]
+)
 
 
 def register_policy(name: str) -> Callable[[PolicyFactory], PolicyFactory]:
@@ -113,6 +116,10 @@ POLICIES.register("full")(Policy)
 
 class Fixed(Policy):
     """Drafts and verifies ``length`` tokens in each block."""
+
+PLAIN_TOKENS = 256
+"""Most plain steps in a row of ``Fixed(0)``: the drafter's features are kept until the last of them."""
+
 
     def __init__(self, length: int):
         self.length = length

@@ -42,5 +42,5 @@ def test_every_kind_is_described_in_plain_words_and_every_key_of_a_published_one
 def test_a_drafter_without_weights_is_described_and_one_that_is_not_there_is_one_line():
     report = drafter_report(load_drafter("ngram"), "ngram")
     assert report["reads"] == "the tokens alone"
-    assert report["kind"].startswith("NgramDrafter: ")
+    assert report["kind"].startswith("ngram: ")
     assert_one_error(invoke("doctor", "--drafter", "no/such/folder"), "no/such/folder")

@@ -5,7 +5,6 @@ Add one with :func:`register_objective`; recipes choose it as ``objective.kind``
 Shapes: T predictions, V vocabulary.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from dflash.core.cpu_math import cross_entropy, logsumexp, softmax
+from dflash.core.errors import DFlashError
+from dflash.core.parts import check_options
 from dflash.core.registry import Registry
 from dflash.drafters.trainable import Predictions as Predictions
 
@@ -144,9 +145,9 @@ class ObjectiveSettings(Checked):
         if objective is None:
             raise SettingsError(f"kind is {self.kind!r}; {OBJECTIVES.advice(self.kind)}")
         try:
-            inspect.signature(objective.losses).bind(None, **self._options)
-        except TypeError as error:
-            raise SettingsError(f"options do not fit the objective {self.kind!r}: {error}.") from error
+            check_options(f"objective {self.kind!r}", objective.losses, self._options, 1)
+        except DFlashError as error:
+            raise SettingsError(f"options: {error}") from error
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -8,15 +8,12 @@ import mlx.core as mx
 from ...core.backend import compute_dtype, to_compute_dtype
 from ...core.errors import CheckpointError, DFlashError
 from ...core.files import flat, read_json, read_safetensors, resolve_checkpoint, write_arrays, write_json
+from ...core.parts import make
 from ...target import load_target
 from ..autoregressive import AutoregressiveDrafter
 from ..combined import PREFIX as COMBINED
 from ..combined import CombinedDrafter
-from ..kinds import config_of, drafter_class, is_language_model, kind_in
-from ..mtp import NAME as MTP
-from ..mtp import MTPDrafter
-from ..ngram import NAME as NGRAM
-from ..ngram import NgramDrafter
+from ..kinds import config_of, drafter_class, drafters, is_language_model, kind_of_files, needs_no_files
 from .quantized import description, quantize_drafter
 from .tensors import HEAD, Weights, load_weights, published_weights, reduced_vocabulary, vocabulary_tables
 
@@ -25,15 +22,16 @@ def load_drafter(path_or_hub_name: str | Path, bits: int | None = None, window: 
     """Load a drafter from a folder or a hub name: a ``DFlashDraftModel``, or the kind that its config names.
 
     Args:
-        path_or_hub_name: A checkpoint, ``"ngram"``, ``"mtp"``, or ``"ngram+NAME"``.
+        path_or_hub_name: A checkpoint, the name of a drafter without files (``"ngram"``, ``"mtp"``, a plug-in's), with
+            options as in ``"ngram:block_size=8"`` or without, or ``"ngram+NAME"``.
         bits: Quantise the linear layers of a DFlash drafter to this many bits per weight, in groups of 64
             (:func:`~dflash.drafters.checkpoints.quantized.quantize_drafter`); head and embedding are the target's.
         window: How many of the newest context tokens full attention of a DFlash drafter sees
             (:meth:`~dflash.drafters.dflash.DFlashDraftModel.limit_context`).
 
     ``"mtp"`` is the layer ``mtp.*`` in the target's own files (:class:`~dflash.drafters.mtp.MTPDrafter`).
-    ``"ngram"`` needs no files: an :class:`~dflash.drafters.ngram.NgramDrafter` (write ``./ngram`` for a folder of that
-    name). ``"ngram+NAME"`` combines it with the drafter ``NAME``
+    ``"ngram"`` is an :class:`~dflash.drafters.ngram.NgramDrafter`. Write ``./ngram`` for a folder that has the name of
+    a drafter without files. ``"ngram+NAME"`` combines it with the drafter ``NAME``
     (:class:`~dflash.drafters.combined.CombinedDrafter`). A whole language model becomes an
     :class:`~dflash.drafters.autoregressive.AutoregressiveDrafter`. Every packaging of :mod:`.formats` and
     :mod:`.tensors` is read, quantised or not. Drafters compute in float32 on the CPU; elsewhere float16 weights become
@@ -60,16 +58,14 @@ def load_drafter(path_or_hub_name: str | Path, bits: int | None = None, window: 
 
 def _load(path_or_hub_name: str | Path) -> Any:
     """The drafter as stored in its files."""
-    if path_or_hub_name == NGRAM:
-        return NgramDrafter()
-    if path_or_hub_name == MTP:
-        return MTPDrafter()
+    if isinstance(path_or_hub_name, str) and needs_no_files(path_or_hub_name):
+        return make(drafters, path_or_hub_name)
     path = resolve_checkpoint(path_or_hub_name)
     _refuse_run(path)
     values = read_json(path / "config.json")
     if is_language_model(values):
         return AutoregressiveDrafter(load_target(path))
-    cls = drafter_class(kind_in(values))
+    cls = drafter_class(kind_of_files(path, values))
     _refuse_mask_embedding(path)
     own_tables = getattr(cls, "own_tables", ())
     weights = published_weights(read_safetensors(path), path, own_tables)

@@ -17,6 +17,7 @@ from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
 from .core.errors import GenerationError, IncompatibleModelsError
+from .core.option import named
 from .core.values import require_count
 from .decoding.block import Decoding
 from .decoding.inspection import inspect
@@ -112,6 +113,8 @@ class DFlashSpeculativeDecoder:
         trust_remote_code: bool = False,
         draft_bits: int | None = None,
         draft_window: int | None = None,
+        adapter_path: str | Path | None = None,
+        extra_eos_token: Sequence[str] = (),
         **options: Any,
     ) -> "DFlashSpeculativeDecoder":
         """Load target and drafter from folders or hub names; without arguments, the bundled models.
@@ -121,12 +124,25 @@ class DFlashSpeculativeDecoder:
         named ``"bundled"``.
         ``trust_remote_code`` lets the target's checkpoint run the Python code that it brings with it. ``draft_bits``
         quantises the drafter, and ``draft_window`` limits the context that it sees (:func:`~dflash.load_drafter`).
-        ``options`` go to the constructor. Raises ``DFlashError`` on bad checkpoints, for a
+        ``adapter_path`` is a folder of LoRA adapters for the target, as ``mlx_lm.lora`` writes it, and
+        ``extra_eos_token`` names tokens that end an answer too. ``model`` and ``draft_model`` are ``target`` and
+        ``drafter``. ``options`` go to the constructor. Raises ``DFlashError`` on bad checkpoints, for a
         ``target`` alone for which no drafter is bundled, and for a ``drafter`` alone of another target.
         """
+        loading: dict[str, Any] = {
+            "target": target,
+            "drafter": drafter,
+            "block_size": options.get("block_size"),
+            "draft_bits": draft_bits,
+            "draft_window": draft_window,
+            "trust_remote_code": trust_remote_code,
+            "adapter_path": adapter_path,
+            "extra_eos_token": extra_eos_token,
+        }
+        loading |= {name: options.pop(name) for name in ("model", "draft_model") if name in options}
+        models = ModelOptions(**named(ModelOptions, loading))
         own = ("tokenizer", "block_size", "max_seq_length", "adapter")
         decode_options({name: value for name, value in options.items() if name not in own})  # before minutes of loading
-        models = ModelOptions(target, drafter, None, draft_bits, draft_window, trust_remote_code)
         loaded = models.load_target()
         return cls(loaded, models.load_drafter(loaded), **options)
 
@@ -171,6 +187,7 @@ class DFlashSpeculativeDecoder:
         chat: bool = True,
         system: str | None = None,
         chat_template_config: Mapping[str, Any] | None = None,
+        prefill_response: str | None = None,
         **options: Any,
     ) -> Iterator[DFlashResponse]:
         """Generate step by step: one response for the first token, then one a block.
@@ -184,6 +201,7 @@ class DFlashSpeculativeDecoder:
             chat: ``False`` takes a text as it stands, without the chat template.
             system: A system prompt, put before the prompt.
             chat_template_config: Switches of the chat template, such as ``{"enable_thinking": False}``.
+            prefill_response: The beginning of the answer, after which the target goes on.
             options: Any other field of :class:`~dflash.options.DecodeOptions`: ``top_p``, ``top_k``, ``seed``,
                 ``sampler``, ``logits_processors``, ``verify``, ``kv_bits``, ...
 
@@ -195,9 +213,8 @@ class DFlashSpeculativeDecoder:
             raise GenerationError("This decoder has no tokenizer; pass one, or token ids to spec_generate.")
         given = {"max_tokens": max_tokens, "temperature": temperature, "stop_strings": stop_strings}
         wanted = self._request_options(given | options)
-        tokens = prompt_tokens(
-            self.loaded_target, prompt, chat=chat, system=system, chat_template_config=chat_template_config
-        )
+        template: dict[str, Any] = {"chat_template_config": chat_template_config, "prefill_response": prefill_response}
+        tokens = prompt_tokens(self.loaded_target, prompt, chat=chat, system=system, **template)
         steps = self._steps(tokens, wanted)
         return self._recorded(tokens, wanted, steps, TextStream(self.tokenizer.detokenizer, wanted.stop_strings or ()))
 
@@ -232,7 +249,7 @@ class DFlashSpeculativeDecoder:
 
     def _request_options(self, given: Mapping[str, Any]) -> DecodeOptions:
         """The decoder's own options, those ``given`` in their place."""
-        return decode_options(self.options | {name: value for name, value in given.items() if value is not None})
+        return decode_options(named(DecodeOptions, self.options) | named(DecodeOptions, given))
 
     def _steps(self, prompt: list[int], options: DecodeOptions) -> Iterator[Step]:
         """Check the request now, decode lazily: the prompt's own token, then blocks, to a stop or the limit."""
@@ -296,7 +313,7 @@ class DFlashSpeculativeDecoder:
         run = Decoding(
             target,
             drafter,
-            options.build_sampler(),
+            options.build_sampler(self.tokenizer),
             options.verify_rule(),
             options.build_processors(),
             self._policy(options),

@@ -1,10 +1,13 @@
 """What loads a target and its drafter: one record for Python and the command line."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .core.option import option
+from .core.errors import GenerationError, IncompatibleModelsError
+from .core.option import check_limits, option
+from .core.values import short
 
 if TYPE_CHECKING:
     from .drafters.protocol import Drafter
@@ -16,7 +19,8 @@ class ModelOptions:
     """What loads a target and its drafter: folders, hub names, or by default the bundled models.
 
     A target alone gets the bundled drafter that was made for it, at whatever precision it is kept. A drafter alone
-    gets the bundled target, if it was trained for that one or needs no training.
+    gets the bundled target, if it was trained for that one or needs no training. Raises ``DFlashError``, naming the
+    option, for a number out of range, and for adapters without a target.
     """
 
     target: str | Path | None = option(
@@ -24,6 +28,7 @@ class ModelOptions:
         "Folder or hub name of the target. Default: bundled, the one of the package.",
         kind=str,
         metavar="PATH|HUB",
+        also=("model",),
     )
     drafter: str | Path | None = option(
         None,
@@ -31,9 +36,10 @@ class ModelOptions:
         "Default: the one that is bundled for the target.",
         kind=str,
         metavar="PATH|HUB",
+        also=("draft_model",),
     )
     block_size: int | None = option(
-        None, "Positions per block, the anchor included. Default: the drafter's own.", kind=int
+        None, "Positions per block, the anchor included. Default: the drafter's own.", kind=int, at_least=1
     )
     draft_bits: int | None = option(
         None, "Quantise the drafter as it is loaded: 8, 6, 5, 4, 3 or 2 bits a weight.", kind=int
@@ -43,18 +49,41 @@ class ModelOptions:
         "Newest context tokens that the drafter's full attention sees; its memory stops growing with the text.",
         kind=int,
         metavar="N",
+        at_least=1,
     )
     trust_remote_code: bool = option(False, "Run the Python code that comes with the target.")
+    adapter_path: str | Path | None = option(
+        None, "Folder of LoRA adapters for the target, as mlx_lm.lora writes it.", kind=str, metavar="FOLDER"
+    )
+    extra_eos_token: Sequence[str] = option(
+        (), "A token that ends an answer too, by its text or id; repeatable.", kind=list[str], metavar="TOKEN"
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if self.draft_bits not in (None, 2, 3, 4, 5, 6, 8):
+            raise GenerationError(f"draft_bits must be 2, 3, 4, 5, 6 or 8, got {short(self.draft_bits)}.")
+        extra = (self.extra_eos_token,) if isinstance(self.extra_eos_token, str) else tuple(self.extra_eos_token)
+        object.__setattr__(self, "extra_eos_token", extra)
+        if self.adapter_path is not None and self.target is None:
+            raise IncompatibleModelsError("adapter_path needs the target that the adapters were made for; give both.")
 
     def load_target(self) -> "LoadedTargetModel":
         """The target. Raises ``DFlashError`` for a bad checkpoint, or a drafter alone of another target."""
+        from .target.load import add_stop_tokens
+
+        target = self._load_target()
+        add_stop_tokens(target, self.extra_eos_token)
+        return target
+
+    def _load_target(self) -> "LoadedTargetModel":
         from .bundled import target_for
         from .drafters.combined import PREFIX
         from .target import load_target
         from .target.load import BUNDLED
 
         if self.target is not None:
-            return load_target(self.target, self.trust_remote_code)
+            return load_target(self.target, self.trust_remote_code, self.adapter_path)
         if self.drafter is None or str(self.drafter).removeprefix(PREFIX) == BUNDLED:
             return load_target(BUNDLED)
         return target_for(self.drafter)

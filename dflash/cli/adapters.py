@@ -1,11 +1,12 @@
 """``dflash adapters``: which architectures there are, does a target decode exactly here, what does rewind cost."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..core.errors import DFlashError, did_you_mean
+from ..options import DecodeOptions
 from . import options, terminal
 
 if TYPE_CHECKING:
@@ -71,9 +72,10 @@ def check_adapter(
 
     if rounds < 1:
         raise DFlashError(f"--rounds must be at least 1, got {rounds}.")
+    cache_options: dict[str, Any] = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    DecodeOptions(**cache_options)  # a wrong one shows before a model loads
     target = _target(model, trust_remote_code)
     terminal.show_progress()
-    cache_options = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "kv_group_size": kv_group_size}
     report = check(target, rounds, seed, on_check=_print_check, show=True, **cache_options)
     failed = sum(not found.passed for found in report.checks)
     skipped = sum(bool(found.skipped) for found in report.checks)

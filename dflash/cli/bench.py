@@ -110,7 +110,7 @@ class _Comparison:
         self.most = most = decoding.max_tokens if decoding.max_tokens is not None else options.MAX_TOKENS
         encoded = requests.encode(self.target, form)
         stops: dict[str, Any] = {"stop_strings": decoding.stop_strings, "stop_token_ids": decoding.stop_token_ids}
-        self.plain = b.plain_side(self.target, most, longest, **decoding.plain(), **stops)
+        self.plain = b.plain_side(self.target, most, longest, **decoding.plain(self.target.tokenizer), **stops)
         others = decoding.asked("max_tokens", "temp", "seed")
         self.sides = {
             name: b.dflash_side(decoder, most, decoding.temp, longest, **others) for name, decoder in decoders.items()

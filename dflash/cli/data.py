@@ -92,7 +92,7 @@ def prompts(
 @options.grouped(
     models=options.group(ModelOptions, "target", "trust_remote_code"),
     sampling=options.group(DecodeOptions, "temp", "top_p", "min_p", "top_k", "seed", default={"seed": 0}),
-    form=options.group(PromptFormat),
+    form=options.group(PromptFormat, without=("prefill_response",)),
 )
 def prepare(
     data: Prompts,

@@ -28,10 +28,11 @@ app = typer.Typer()
     decoding=options.group(DecodeOptions, without=("prompt_cache",)),
 )
 def generate(
-    prompt: Annotated[str, options.Prompt],
     models: ModelOptions,
     form: PromptFormat,
     decoding: DecodeOptions,
+    prompt: options.Prompt = None,
+    prompt_option: options.PromptOption = None,
     prompt_cache_file: Annotated[str | None, options.option_of(DecodeOptions, "prompt_cache")] = None,
     show_blocks: Annotated[
         bool, typer.Option("--show-blocks", help="Colour the text: accepted drafts, the target's own tokens.")
@@ -40,6 +41,7 @@ def generate(
         bool, typer.Option("--show-rejected", help="As --show-blocks, and show the drafts that were rejected.")
     ] = False,
     as_json: options.AsJson = False,
+    verbose: Annotated[str, typer.Option(metavar="True|False", help="False leaves out the line on speed.")] = "True",
 ) -> None:
     """Answer one request.
 
@@ -54,14 +56,23 @@ def generate(
     dflash generate "Hello" --chat-template-config '{"enable_thinking": false}'
     dflash generate "Who is the thief?" --prompt-cache-file book.safetensors
     dflash generate "What is 7 * 8?" --show-rejected --profile --trace it.jsonl
+    dflash generate --model T --prompt "Hello" -m 100    # mlx_lm.generate's options work too
     """
+    import mlx.core as mx
+
+    from ..decoding.sampling import RandomState
     from ..decoding.trace import together
     from .blocks import ColouredText, print_profile
 
     if as_json and (show_blocks or show_rejected):
         raise DFlashError("--show-blocks colours text, and --json prints none; leave one of them out.")
-    text = terminal.prompt_text(prompt, keep_ends=not form.chat)
-    decoder = loading.load_decoder(models)
+    text = terminal.one_prompt(prompt, prompt_option, keep_ends=not form.chat)
+    if decoding.seed is None:
+        decoder = loading.load_decoder(models)
+    else:  # as mlx_lm.generate does: loading a target draws random numbers, and decoding goes on with the next
+        mx.random.seed(decoding.seed)
+        decoder = loading.load_decoder(models)
+        decoding = replace(decoding, seed=RandomState.now().seed)
     if prompt_cache_file is None:
         tokens = form.tokens(text, decoder.loaded_target)
     else:
@@ -77,7 +88,8 @@ def generate(
         print(json.dumps(result))
         return
     print(flush=True)
-    print(speed_line(result), file=sys.stderr)
+    if verbose.lower() not in ("false", "f"):
+        print(speed_line(result), file=sys.stderr)
     if responses and responses[-1].profile is not None:
         print_profile(responses[-1].profile)
 
@@ -123,13 +135,15 @@ def generation(prompt_tokens: int, responses: list["DFlashResponse"]) -> dict[st
 
 
 def speed_line(result: dict[str, Any]) -> str:
-    """One line on what was generated; a single token has no speed."""
+    """One line on what was generated, read and held in memory; a single token has no speed."""
     count, blocks = result["generation_tokens"], len(result["committed"])
     if not blocks:
         return f"{count} token{'' if count == 1 else 's'}, too few to time"
     return (
         f"{count} tokens, {result['generation_tps']:.1f} tokens/s, acceptance length "
-        f"{result['acceptance_length']:.2f}, {blocks} block{'' if blocks == 1 else 's'}"
+        f"{result['acceptance_length']:.2f}, {blocks} block{'' if blocks == 1 else 's'}; "
+        f"prompt {result['prompt_tokens']} tokens, {result['prompt_tps']:.1f} tokens/s; "
+        f"peak memory {result['peak_memory']:.2f} GB"
     )
 
 

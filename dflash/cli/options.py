@@ -11,7 +11,7 @@ import typer
 
 from ..core.errors import DataError, DFlashError
 from ..models import ModelOptions
-from ..options import DecodeOptions
+from ..options import ANSWERS, DecodeOptions
 
 MAX_TOKENS = 512
 LARGEST_SEED = 2**64 - 1
@@ -103,6 +103,7 @@ def _logit_bias(text: str) -> dict[int, Any]:
 
 _CHECKS = {
     "block_size": two_positions,
+    "prefill_response": is_text,
     "seed": seed_in_range,
     "stop_strings": stop_strings,
     "system": is_text,
@@ -127,12 +128,28 @@ def _option(field: "Field[Any]", changed: Mapping[str, Any]) -> Any:
     known = field.metadata
     check = _CHECKS.get(field.name, not_empty if known["kind"] in (str, list[str]) else None)
     given = {"help": known["meaning"], "metavar": known["metavar"], "callback": check} | dict(changed)
-    return typer.Option(flag_of(field), **given)
+    return typer.Option(*flags_of(field), **given)
 
 
 def flag_of(field: "Field[Any]") -> str:
     """What an option is called on the command line."""
-    return field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
+    return field.metadata["flag"] or _as_flag(field.name)
+
+
+def flags_of(field: "Field[Any]") -> list[str]:
+    """The same, and all other names there."""
+    return list(dict.fromkeys([flag_of(field), *map(_as_flag, field.metadata["also"])]))
+
+
+def _as_flag(name: str) -> str:
+    return name if "-" in name else f"--{name.replace('_', '-')}"
+
+
+def answer(error: Exception) -> str | None:
+    """What to do in place of an option that mlx_lm.generate has and DFlash has not, if that is the ``error``."""
+    option = getattr(error, "option_name", "")
+    known = ANSWERS.get(option.lstrip("-").replace("-", "_"))
+    return None if known is None else f"{option} is not here: {known}"
 
 
 class Group(NamedTuple):
@@ -212,7 +229,20 @@ def grouped(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., No
 
 # --- options of their own ------------------------------------------------------------------------------
 
-Prompt = typer.Argument(help="The request; - reads it from standard input.", callback=is_text, show_default=False)
+Prompt = Annotated[
+    str | None,
+    typer.Argument(help="The request; - reads it from standard input.", callback=is_text, show_default=False),
+]
+PromptOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt",
+        "-p",
+        metavar="TEXT",
+        help=r"The same as mlx_lm takes it: \n and \t stand for white space.",
+        callback=is_text,
+    ),
+]
 TrustRemoteCode = Annotated[bool, option_of(ModelOptions, "trust_remote_code")]
 RunSeed = Annotated[int, option_of(DecodeOptions, "seed")]
 Prompts = Annotated[

@@ -16,11 +16,10 @@ app = typer.Typer()
 @app.command("cache-prompt")
 @options.grouped(
     models=options.group(ModelOptions, without=("block_size",)),
-    form=options.group(PromptFormat),
+    form=options.group(PromptFormat, without=("prefill_response",)),
     caches=options.group(DecodeOptions, *option_names("caches"), "prefill_step_size"),
 )
 def cache_prompt(
-    prompt: Annotated[str, options.Prompt],
     prompt_cache_file: Annotated[
         str,
         typer.Option(metavar="FILE", help="The .safetensors file to write.", callback=options.not_empty),
@@ -28,6 +27,8 @@ def cache_prompt(
     models: ModelOptions,
     form: PromptFormat,
     caches: DecodeOptions,
+    prompt: options.Prompt = None,
+    prompt_option: options.PromptOption = None,
 ) -> None:
     """Read the beginning of a user's message, and keep what target and drafter made of it.
 
@@ -41,7 +42,7 @@ def cache_prompt(
 
     dflash generate "Who is the thief?" --prompt-cache-file book.safetensors
     """
-    text = terminal.prompt_text(prompt, keep_ends=True)
+    text = terminal.one_prompt(prompt, prompt_option, keep_ends=True)
     decoder = loading.load_decoder(models)
     cache, began = decoder.make_prompt_cache(**caches.cache_options), time.perf_counter()
     decoder.cache_prompt(text, cache, caches.prefill_step_size, **vars(form))

@@ -22,13 +22,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a prompt becomes tokens: through the chat template or raw, the template's switches, a system prompt."""
+    """How a prompt becomes tokens: through the chat template or raw, its switches, a system prompt, a begun answer."""
 
-    chat: bool = option(True, "Use the chat template, or the prompt as it is.", flag="--chat/--raw")
-    system: str | None = option(None, "System prompt, where the prompt has none.", kind=str, metavar="TEXT")
+    chat: bool = option(
+        True, "Use the chat template, or the prompt as it is.", flag="--chat/--raw", also=(" /--ignore-chat-template",)
+    )
+    system: str | None = option(
+        None, "System prompt, where the prompt has none.", kind=str, metavar="TEXT", also=("system_prompt",)
+    )
     chat_template_config: dict[str, Any] | None = option(
         None, f"Switches of the chat template: '{TEMPLATE_CONFIG}'.", kind=str, metavar="JSON"
     )
+    prefill_response: str | None = option(None, "The answer goes on after this text.", kind=str, metavar="TEXT")
 
     def tokens(self, prompt: str | list[dict[str, str]], target: "LoadedTargetModel") -> list[int]:
         """Token ids of a text or of messages. Raises ``GenerationError`` where they have none."""
@@ -46,7 +51,7 @@ class PromptFormat:
 
         if self.system is not None:
             raise GenerationError("The system prompt belongs to the beginning: give --system to dflash cache-prompt.")
-        return continuation_tokens(target, text, chat=self.chat, chat_template_config=self.chat_template_config)
+        return continuation_tokens(target, text, **{name: v for name, v in vars(self).items() if name != "system"})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import typer
+
 from ..core.errors import DFlashError
 
 T = TypeVar("T")
@@ -21,6 +23,15 @@ def prompt_text(prompt: str, keep_ends: bool = False) -> str:
     if not prompt.strip():
         raise DFlashError("The prompt is empty; expected text.")
     return prompt
+
+
+def one_prompt(argument: str | None, option: str | None, keep_ends: bool = False) -> str:
+    """The prompt of a command, given as its argument or, with mlx_lm's escapes, as ``--prompt``."""
+    if (argument is None) == (option is None):
+        raise typer.BadParameter('Give one prompt, as in: dflash generate "Hello".')
+    if argument is not None:
+        return prompt_text(argument, keep_ends)
+    return prompt_text(str(option).replace("\\n", "\n").replace("\\t", "\t"), keep_ends=True)
 
 
 def show(text: str) -> None:

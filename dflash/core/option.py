@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
+from .errors import GenerationError
 from .values import require_count, require_number
 
 
@@ -15,6 +17,7 @@ def option(
     kind: Any = None,
     metavar: str | None = None,
     flag: str | None = None,
+    also: tuple[str, ...] = (),
     called: str | None = None,
     at_least: float = -math.inf,
     at_most: float = math.inf,
@@ -28,6 +31,7 @@ def option(
         kind: What it is on the command line; by default the type of ``default``.
         metavar: What the help calls its value.
         flag: Its name on the command line; by default that of the field.
+        also: Other names, in Python and on the command line, where people know it by them.
         called: What errors call it; by default the name of the field.
         at_least: The least number that it may be.
         at_most: The greatest number that it may be.
@@ -38,10 +42,27 @@ def option(
         "kind": type(default) if kind is None else kind,
         "metavar": metavar,
         "flag": flag,
+        "also": also,
         "called": called,
         "limits": (at_least, at_most),
     }
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def named(record: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is ``given``, each option by the name of its field in ``record``; ``None`` is not given.
+
+    Raises ``GenerationError`` for an option that is given by two of its names.
+    """
+    names = {other: field.name for field in dataclasses.fields(record) for other in field.metadata["also"]}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = names.get(name, name)
+        if value is not None and own in found:
+            raise GenerationError(f"{name} and {own} are the same option; give it once.")
+        if value is not None:
+            found[own] = value
+    return found
 
 
 def check_limits(options: Any) -> None:

@@ -52,6 +52,16 @@ def check_stop_tokens(tokens: Any) -> None:
         raise GenerationError(f"stop_token_ids must be a list of token ids, got {short(tokens)}.")
 
 
+def check_caches(max_kv_size: Any, kv_bits: Any, kv_group_size: Any) -> None:
+    """Options of caches, as far as no model says more: a bound beyond the four first tokens, MLX's quantisations."""
+    if max_kv_size is not None:
+        require_count("max_kv_size", max_kv_size, 5)
+    if kv_bits not in (None, 2, 3, 4, 6, 8):
+        raise GenerationError(f"kv_bits must be 2, 3, 4, 6 or 8, got {short(kv_bits)}.")
+    if kv_bits is not None and kv_group_size not in (32, 64, 128):
+        raise GenerationError(f"kv_group_size must be 32, 64 or 128, got {short(kv_group_size)}.")
+
+
 def short(value: Any) -> str:
     """``value`` as Python writes it, cut to 60 characters."""
     text = repr(value)

@@ -51,6 +51,7 @@ class DrawingSampler:
     temp: float
     top_p: float = 0.0
     min_p: float = 0.0
+    min_tokens_to_keep: int = 1
     top_k: int = 0
 
     def __call__(self, logprobs_NV: mx.array) -> mx.array:
@@ -69,7 +70,7 @@ class DrawingSampler:
         if 0 < self.top_p < 1:
             logprobs_NV = apply_top_p(logprobs_NV, self.top_p)
         if self.min_p > 0:
-            logprobs_NV = apply_min_p(logprobs_NV, self.min_p)
+            logprobs_NV = apply_min_p(logprobs_NV, self.min_p, self.min_tokens_to_keep)
         return apply_top_k(logprobs_NV, self.top_k) if 0 < self.top_k < logprobs_NV.shape[-1] else logprobs_NV
 
 
@@ -91,8 +92,13 @@ class RandomState:
 
     def restore(self) -> None:
         """Make this the global state again."""
+        mx.random.seed(self.seed)
+
+    @property
+    def seed(self) -> int:
+        """The seed that makes this state."""
         high, low = cast(list[int], self.key.tolist())
-        mx.random.seed(high << 32 | low)
+        return high << 32 | low
 
     @classmethod
     @contextmanager

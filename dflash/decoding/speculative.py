@@ -96,7 +96,7 @@ def _drawing(sampler: Sampler) -> DrawingSampler:
     if not isinstance(sampler, DrawingSampler):
         raise GenerationError(
             "The rule 'speculative_sampling' must know the sampler's distribution; use temperature, top_p, min_p and "
-            "top_k instead of a sampler of your own, or verify='first_mismatch'."
+            "top_k instead of xtc or a sampler of your own, or verify='first_mismatch'."
         )
     return sampler
 

@@ -23,6 +23,7 @@ def prompt_tokens(
     chat: bool = True,
     system: str | None = None,
     chat_template_config: Mapping[str, Any] | None = None,
+    prefill_response: str | None = None,
     opening: bool = False,
 ) -> list[int]:
     """Token ids of ``prompt``; text and messages go through the target's chat template.
@@ -33,27 +34,36 @@ def prompt_tokens(
         chat: ``False`` encodes a text without the chat template.
         system: The system prompt, put before the prompt.
         chat_template_config: Switches of the chat template, such as ``{"enable_thinking": False}``.
+        prefill_response: The beginning of the answer, after which the target goes on.
         opening: End within the last message instead of where its answer begins.
 
     Raises ``GenerationError`` for an empty or malformed prompt, or if an option needs a chat template that is not used.
     """
     config = _checked_config(chat_template_config)
     if not isinstance(prompt, str) and not _is_messages(prompt):
-        if system is not None or config:
-            raise GenerationError("Token ids are taken as they stand: system and chat_template_config need text.")
+        if system is not None or prefill_response is not None or config:
+            raise GenerationError(
+                "Token ids are taken as they stand: system, prefill_response and chat_template_config need text."
+            )
         return token_row(cast(Any, prompt))
     if target.tokenizer is None:
         raise GenerationError("This target has no tokenizer; pass token ids.")
     templated = chat and target.tokenizer.has_chat_template
-    if not templated and (system is not None or config or not isinstance(prompt, str)):
+    if not templated and (config or {system, prefill_response} != {None} or not isinstance(prompt, str)):
         why = "the target's tokenizer has none" if chat else "the prompt is to be taken as it stands"
-        raise GenerationError(f"Messages, system and chat_template_config need the chat template, and {why}.")
+        raise GenerationError(
+            f"Messages, system, prefill_response and chat_template_config need the chat template, and {why}."
+        )
     messages = _checked_messages(prompt, system)
-    if opening:
+    if prefill_response is not None:
+        _check_text("prefill_response", prefill_response)
+        messages.append({"role": "assistant", "content": prefill_response})
+    within = opening or prefill_response is not None
+    if within:
         config |= {"add_generation_prompt": False, "continue_final_message": True}
     with _quiet_about_length():
         try:
-            if templated and opening:
+            if templated and within:
                 tokens = target.tokenizer.apply_chat_template(messages, **config)
             elif templated:
                 tokens = target.adapter.chat_tokens(target.tokenizer, messages, **config)
@@ -74,12 +84,14 @@ def continuation_tokens(
     *,
     chat: bool = True,
     chat_template_config: Mapping[str, Any] | None = None,
+    prefill_response: str | None = None,
 ) -> list[int]:
     """Token ids that continue a cached user message: ``text``, and what the chat template puts after it.
 
     No token spans the end of the cached text. Raises ``GenerationError`` as :func:`prompt_tokens`.
     """
-    prompt_tokens(target, text, chat=chat, chat_template_config=chat_template_config)  # raises those errors
+    given: dict[str, Any] = {"chat_template_config": chat_template_config, "prefill_response": prefill_response}
+    prompt_tokens(target, text, chat=chat, **given)  # raises those errors
     if not chat or not target.tokenizer.has_chat_template:
         return list(target.tokenizer.encode(text, add_special_tokens=False))
     messages = _checked_messages(text, None)
@@ -87,7 +99,12 @@ def continuation_tokens(
     whole = target.tokenizer.apply_chat_template(messages, **config)
     if text not in whole:
         raise GenerationError("The chat template changes this text, so that it cannot follow a prompt cache.")
-    return list(target.tokenizer.encode(whole[whole.rindex(text) :], add_special_tokens=False))
+    start = whole.rindex(text)  # of the part that a begun answer does not change
+    if prefill_response is not None:
+        messages.append({"role": "assistant", "content": prefill_response})
+        config |= {"add_generation_prompt": False, "continue_final_message": True}
+        whole = target.tokenizer.apply_chat_template(messages, **config)
+    return list(target.tokenizer.encode(whole[start:], add_special_tokens=False))
 
 
 def token_row(tokens: Sequence[int] | mx.array) -> list[int]:

@@ -118,7 +118,7 @@ def _make_sides(plan: Plan, keys: list[str]) -> dict[str, Side]:
         most, temperature = options.pop("max_tokens"), options.pop("temp", 0.0)
         if key == planned.plain:
             asked = decode_options(plain_options(planned.cell))
-            ways = asked.build_sampler(), asked.build_processors() or None
+            ways = asked.build_sampler(plan.target.tokenizer), asked.build_processors() or None
             sides[key] = plain_side(plan.target, most, plan.target.max_length, *ways)
             continue
         chosen = ModelOptions(**who | {"block_size": None})

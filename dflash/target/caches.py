@@ -11,12 +11,11 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..core.errors import GenerationError, one_line
+from ..core.values import check_caches
 
 logger = logging.getLogger(__name__)
 
 KEPT = 4  # first tokens that a bounded cache never drops, as in mlx-lm
-
-GROUP_SIZES = (32, 64, 128)  # those of MLX's quantisation
 
 
 class KeptWindowCache(RotatingKVCache):
@@ -77,12 +76,7 @@ def make_caches(
 
     Raises ``GenerationError`` for options that do not fit together or the model.
     """
-    if max_kv_size is not None and max_kv_size <= KEPT:
-        raise GenerationError(f"max_kv_size must be more than {KEPT}, got {max_kv_size}.")
-    if kv_bits not in (None, 2, 3, 4, 6, 8):
-        raise GenerationError(f"kv_bits must be 2, 3, 4, 6 or 8, got {kv_bits}.")
-    if kv_bits is not None and kv_group_size not in GROUP_SIZES:
-        raise GenerationError(f"kv_group_size must be 32, 64 or 128, got {kv_group_size}.")
+    check_caches(max_kv_size, kv_bits, kv_group_size)
     caches = make_prompt_cache(model)
     if max_kv_size is not None and hasattr(model, "make_cache"):
         name = getattr(model, "model_type", type(model).__name__)

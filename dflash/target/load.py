@@ -1,17 +1,18 @@
 """From a folder, a hub name or ``bundled`` to a :class:`~dflash.LoadedTargetModel`."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_adapters, load_model
 
 from ..adapters import registered_adapters
 from ..core.backend import to_compute_dtype, wait_for_this_thread
-from ..core.errors import CheckpointError, one_line
+from ..core.errors import CheckpointError, GenerationError, one_line
 from ..core.files import flat, read_json, resolve_checkpoint
 from .model import LoadedTargetModel
 
@@ -33,25 +34,31 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "
 """Patterns of the files that a tokenizer is read from."""
 
 
-def load_target(path_or_hub_name: str | Path, trust_remote_code: bool = False) -> LoadedTargetModel:
+def load_target(
+    path_or_hub_name: str | Path, trust_remote_code: bool = False, adapter_path: str | Path | None = None
+) -> LoadedTargetModel:
     """Load an mlx-lm model directory, a hub name (``org/name``; only this uses the network), or ``"bundled"``.
 
     Args:
         path_or_hub_name: The checkpoint. Without tokenizer files it is loaded for token ids only. (A folder named
             ``bundled`` is ``./bundled``.)
         trust_remote_code: Run the Python code that a checkpoint brings with it (``model_file`` in its config).
+        adapter_path: A folder of LoRA, DoRA or full adapters, as ``mlx_lm.lora`` writes it.
 
     Raises ``CheckpointError`` for missing or damaged files and NaN weights, and ``IncompatibleModelsError`` for an
     architecture without an adapter.
     """
     wait_for_this_thread()
+    if adapter_path is not None:
+        read_json(Path(adapter_path) / "adapter_config.json")  # a wrong folder shows before minutes of loading
     registered_adapters()  # a package may bring the architecture itself along with its adapter
     path = PAIR / "target" if path_or_hub_name == BUNDLED else resolve_checkpoint(path_or_hub_name)
     config = read_json(path / "config.json")  # its errors name the file
     try:
-        model, tokenizer = _load(path, trust_remote_code)
-    except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
-        raise CheckpointError(f"Cannot load the target at {path}: {_reason(error, config)}") from error
+        model, tokenizer = _load(path, trust_remote_code, adapter_path)
+    except (ValueError, RuntimeError, OSError, KeyError, TypeError, AttributeError) as error:
+        adapted = "" if adapter_path is None else f" with the adapters in {adapter_path}"
+        raise CheckpointError(f"Cannot load the target at {path}{adapted}: {_reason(error, config)}") from error
     if tokenizer is None:
         logger.warning("%s has no tokenizer files, such as tokenizer.json: only token ids can be decoded.", path)
     to_compute_dtype(model)
@@ -67,11 +74,26 @@ def load_target_model(path_or_model: str | Path | nn.Module, tokenizer: Any = No
     return load_target(path_or_model)
 
 
-def _load(path: Path, trust_remote_code: bool) -> tuple[nn.Module, Any]:
+def add_stop_tokens(target: LoadedTargetModel, tokens: Sequence[str]) -> None:
+    """Let ``tokens``, texts or ids of the vocabulary, end an answer too; plain mlx-lm then stops at them as well.
+
+    Raises ``GenerationError`` for a token that the target's tokenizer has not.
+    """
+    known = set(target.tokenizer.get_vocab()) if tokens and target.tokenizer is not None else set()
+    for token in tokens:
+        is_id = target.tokenizer is not None and token.isdecimal() and int(token) < target.vocab_size
+        if not is_id and token not in known:
+            raise GenerationError(f"extra_eos_token {token!r} is no token of this target's tokenizer.")
+        target.tokenizer.add_eos_token(token)
+
+
+def _load(path: Path, trust_remote_code: bool, adapter_path: str | Path | None) -> tuple[nn.Module, Any]:
+    adapters = None if adapter_path is None else str(adapter_path)
     if not any(True for pattern in TOKENIZER_FILES for _ in path.glob(pattern)):
-        return load_model(path, trust_remote_code=trust_remote_code)[0], None
+        model = load_model(path, trust_remote_code=trust_remote_code)[0]
+        return (model if adapters is None else load_adapters(model, adapters).eval()), None
     options = {"trust_remote_code": trust_remote_code}
-    model, tokenizer, *_ = mlx_lm.load(str(path), tokenizer_config=options, trust_remote_code=trust_remote_code)
+    model, tokenizer, *_ = mlx_lm.load(str(path), options, None, adapters, trust_remote_code=trust_remote_code)
     return model, tokenizer
 
 

@@ -39,7 +39,11 @@ def test_stdout_holds_the_text_and_stderr_one_line_on_speed(pair):
     text = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "30", "--json").stdout)["text"]
     result = invoke("generate", "Hi", *pair, "--max-tokens", "30")
     assert result.stdout_bytes.decode() == text + "\n"
-    assert re.fullmatch(r"30 tokens, [\d.]+ tokens/s, acceptance length [\d.]+, \d+ blocks\n", result.stderr)
+    assert re.fullmatch(
+        r"30 tokens, [\d.]+ tokens/s, acceptance length [\d.]+, \d+ blocks; "
+        r"prompt \d+ tokens, [\d.]+ tokens/s; peak memory [\d.]+ GB\n",
+        result.stderr,
+    )
     assert invoke("generate", "Hi", *pair, "--max-tokens", "1").stderr == "1 token, too few to time\n"
     answer = json.loads(invoke("generate", "Hi", *pair, "--max-tokens", "0", "--json").stdout)
     assert (answer["text"], answer["tokens"], answer["acceptance_length"]) == ("", [], None)

@@ -1,5 +1,17 @@
-"""``python -m dflash``: the ``dflash`` command."""
+"""The ``dflash`` command, also as ``python -m dflash``."""
 
-from .cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """Entry point of the console script: Ctrl-C is quiet while modules are imported, too."""
+    try:
+        from .cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

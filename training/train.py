@@ -119,21 +119,12 @@ def _recorded(folder: Path) -> dict[str, Any]:
 def _own(folder: Path, key: str) -> Iterator[None]:
     """Lock the folder that the recipe names as ``key``; a folder that nothing was written to is removed again."""
     with ExitStack() as stack:
-        if not folder.exists():
-            stack.callback(_remove_unused, folder)
         try:
             stack.enter_context(exclusive_lock(folder))
         except OSError as error:
             reason = error.strerror or one_line(error)
             raise TrainingError(f"Cannot write to {key} {folder}: {reason}. Set {key} to another folder.") from error
         yield
-
-
-def _remove_unused(folder: Path) -> None:
-    """Remove a folder that holds nothing but its lock."""
-    if folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:
-        (folder / ".lock").unlink()
-        folder.rmdir()
 
 
 @dataclass(frozen=True)

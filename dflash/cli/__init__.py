@@ -73,7 +73,10 @@ app.add_typer(adapters.app, name="adapters")
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command that ``sys.argv`` names. A closed standard stream is as good as ``/dev/null``."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # as long as the process lives
     app(prog_name="dflash")
 
 

@@ -1,6 +1,7 @@
 """``dflash prompts``, ``prepare`` and ``data``: from prompts to a dataset that the target wrote, and what is in it."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -163,8 +164,8 @@ def _one_folder(argument: Path | None, option: Path | None) -> Path:
     if (argument is None) == (option is None):
         raise typer.BadParameter("Name one folder for the dataset, as in: dflash prepare prompts.jsonl data.")
     out = cast(Path, argument or option)
-    if out.exists() and not out.is_dir():
-        raise DataError(f"The dataset must go to a folder, but {out} is a file; choose another name.")
+    if os.path.lexists(out) and not out.is_dir():  # a link that leads nowhere too
+        raise DataError(f"The dataset must go to a folder, but {out} is none; choose another name.")
     require_only_a_dataset(out)
     return out
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..core.errors import DFlashError
 from ..models import ModelOptions
 from ..options import DecodeOptions
+from . import options
 
 if TYPE_CHECKING:
     from ..decoding.trace import TraceFile
@@ -61,7 +62,11 @@ def trace_file(decoding: DecodeOptions, models: ModelOptions) -> "AbstractContex
     """The file of ``--trace``, which names the models, while it is open; ``None`` without the option."""
     from ..decoding.trace import TraceFile
 
-    return TraceFile(cast(Path, decoding.trace), **names_of(models)) if decoding.trace else nullcontext()
+    if not decoding.trace:
+        return nullcontext()
+    path = cast(Path, decoding.trace)
+    options.require_new(path)  # another process may have written it while the models were loaded
+    return TraceFile(path, **names_of(models))
 
 
 def score_answers(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:

@@ -62,9 +62,15 @@ def in_a_folder(ctx: typer.Context, parameter: typer.CallbackParam, value: Path 
 
 def new_trace(ctx: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
     """Refuse a trace that would replace one, which may have taken hours."""
-    if value is not None and value.is_file() and value.stat().st_size:
-        raise DFlashError(f"{parameter.opts[0]} {value} exists and is not empty; remove it, or name another file.")
+    if value is not None:
+        require_new(value)
     return in_a_folder(ctx, parameter, value)
+
+
+def require_new(trace: Path) -> None:
+    """Raise ``DFlashError`` if the trace is there already."""
+    if trace.is_file() and trace.stat().st_size:
+        raise DFlashError(f"--trace {trace} exists and is not empty; remove it, or name another file.")
 
 
 def two_positions(ctx: typer.Context, parameter: typer.CallbackParam, value: int | None) -> int | None:

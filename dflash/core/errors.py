@@ -33,8 +33,14 @@ class TrainingError(DFlashError):
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """The message of ``error`` on one line of at most ``limit`` characters; its type's name where it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """The message of ``error`` on one line of at most ``limit`` characters; its type's name where it has none.
+
+    Of a system's error it is the reason, without a number, and the file if the error names one.
+    """
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        message = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    text = " ".join(message.split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,9 +142,11 @@ def _weight_files(folder: Path) -> list[Path]:
 def exclusive_lock(folder: Path) -> Iterator[None]:
     """Lock ``folder`` against other processes that lock it. The system releases the lock of a killed process.
 
-    (On a disk without such locks a killed process leaves the file ``.lock``, which must be removed by hand.) Raises
-    ``DFlashError`` if another process holds the lock, ``OSError`` if the folder cannot be written to.
+    The folder is made if need be, and removed again if nothing was written to it. (On a disk without such locks a
+    killed process leaves the file ``.lock``, which must be removed by hand.) Raises ``DFlashError`` if another process
+    holds the lock, ``OSError`` if the folder cannot be written to.
     """
+    made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
@@ -154,15 +156,19 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        (folder / ".lock").unlink(missing_ok=True)  # while it is held, so that no other process can hold this file
         lock.release()
+        if made:
+            _remove_empty(folder)
 
 
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a temporary file next to ``path``, then rename it: the file is whole or not there.
 
-    The temporary name keeps the suffix of ``path`` (MLX picks a format by it). Raises ``OSError`` with the reason, and
-    with the free space if the disk may be full.
+    The temporary name keeps the suffix of ``path`` (MLX picks a format by it). A new folder does not outlast a failure.
+    Raises ``OSError`` with the reason, and with the free space if the disk may be full.
     """
+    made = not path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
@@ -175,11 +181,20 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
         with open(name, "rb") as file:
             os.fsync(file.fileno())  # or a power cut could leave the new name with old or no bytes
         os.replace(name, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the second is how MLX reports that nothing more can be written
         free = shutil.disk_usage(path.parent).free
-        raise OSError(f"Cannot write {path}: {error.strerror or one_line(error)} ({free / 1e6:.0f} MB free)") from error
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise OSError(f"Cannot write {path}: {reason} ({free / 1e6:.0f} MB free)") from error
     finally:
         Path(name).unlink(missing_ok=True)
+        if made:
+            _remove_empty(path.parent)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove ``folder`` unless something is in it."""
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def remove_unfinished(path: Path) -> None:
@@ -201,14 +216,7 @@ def nested(arrays: dict[str, mx.array]) -> Any:
 def write_arrays(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, whole or not at all. Raises ``OSError`` if it cannot be written."""
     mx.eval(arrays)
-
-    def write(file: Path) -> None:
-        try:
-            mx.save_safetensors(str(file), arrays, metadata=metadata or {})
-        except RuntimeError as error:  # how MLX reports that nothing more can be written
-            raise OSError(str(error)) from error
-
-    atomic_write(path, write)
+    atomic_write(path, lambda file: mx.save_safetensors(str(file), arrays, metadata=metadata or {}))
 
 
 def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

@@ -3,20 +3,24 @@
 ``dflash/docs/traces.md`` documents the format.
 """
 
+import fcntl
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 from ..core.environment import PACKAGES, device_name, package_version
-from ..core.errors import DataError
+from ..core.errors import DataError, DFlashError
 from .block import Block
 from .inspection import inspected_record
 from .profile import Profile
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 
@@ -41,31 +45,54 @@ class TraceFile:
         path: An existing file is replaced.
         about: Fields to put into every ``request`` record, such as ``drafter="mine"``.
 
-    Raises ``OSError`` if the file cannot be written. A context manager.
+    Raises ``OSError`` if the file cannot be written, ``DFlashError`` if another trace is being written to it. A context
+    manager.
     """
 
     def __init__(self, path: str | Path, **about: Any):
-        self._about = about
+        self._path, self._about = path, about
         self.held_back: list[Callable[[], None]] = []
         """Called before the file closes: each writes the records that an unfinished request still holds back."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed by `close`
+            self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
+            if Path(path).is_file():  # and no device
+                self._hold()
+                self._file.truncate(0)
         except OSError as error:
-            raise OSError(f"Cannot write the trace {path}: {error.strerror or error}.") from error
+            raise self._cannot_write(error) from error
+
+    def _hold(self) -> None:
+        """Lock the file against other traces until it is closed, on a disk that has locks."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise DFlashError(f"Another request is writing the trace {self._path}; name another file.") from error
+        except OSError:
+            logger.info("%s is on a disk without locks: take care that nothing else writes to it.", self._path)
 
     def __call__(self, record: Record) -> None:
         """Write one record."""
         if record["record"] == "request":
             record = record | self._about
-        self._file.write(_encode(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(_encode(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> OSError:
+        return OSError(f"Cannot write the trace {self._path}: {error.strerror or error}.")
 
     def close(self) -> None:
         """Write what unfinished requests hold back, and close the file."""
-        for send in self.held_back:
-            send()
-        self._file.close()
+        try:
+            for send in self.held_back:
+                send()
+        finally:
+            with suppress(OSError):  # what could not be written has been told
+                self._file.close()
 
     def __enter__(self) -> "TraceFile":
         return self

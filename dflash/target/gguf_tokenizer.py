@@ -94,5 +94,6 @@ def save_tokenizer(gguf: GGUF, folder: Path, max_length: int) -> None:
     }
     if template := gguf.metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
-    atomic_write(folder / "tokenizer.json", lambda file: tokenizer.save(str(file)))
+    text = tokenizer.to_str(pretty=True)  # its own `save` reports a full disk by a bare exception
+    atomic_write(folder / "tokenizer.json", lambda file: file.write_text(text, encoding="utf-8"))
     write_json(folder / "tokenizer_config.json", config)

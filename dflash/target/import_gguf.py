@@ -72,8 +72,8 @@ def import_gguf(path: Path, folder: Path, dtype: str | None = None) -> dict[str,
     with exclusive_lock(folder):
         if (folder / "config.json").exists():
             raise CheckpointError(f"{folder} holds a model already; choose a new folder.")
+        write_arrays(folder / "model.safetensors", weights, {"format": "mlx"})  # first: a full disk keeps nothing
         save_tokenizer(gguf, folder, config["max_position_embeddings"])
-        write_arrays(folder / "model.safetensors", weights, {"format": "mlx"})
         write_json(folder / "generation_config.json", _token_ids(gguf))
         write_json(folder / "config.json", config)
     return config

@@ -1,6 +1,8 @@
 """What holds for every command: help, wrong usage, one-line errors, Ctrl-C, a reader that goes away."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -52,6 +54,22 @@ def test_a_reader_that_goes_away_is_no_error_message(pair):
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1
+
+
+def test_closed_streams_are_as_good_as_a_device_that_takes_everything(pair):
+    command = f"exec {sys.executable} -m dflash generate {{}} {shlex.join([*pair, '--max-tokens', '3'])} {{}}"
+    for prompt, closed, code in (("Hi", ">&-", 0), ("Hi", "2>&-", 0), ("-", "<&- 2>&1", 1)):
+        run = subprocess.run(command.format(prompt, closed), shell=True, capture_output=True, text=True)
+        assert run.returncode == code, run.stderr
+        assert "Traceback" not in run.stdout + run.stderr
+    assert run.stdout == "error: The prompt is empty; expected text.\n"
+
+
+def test_ctrl_c_is_quiet_while_modules_are_imported(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-m", "dflash", "bench"], env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
 
 
 def test_the_package_runs_as_a_module():

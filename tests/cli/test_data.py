@@ -120,7 +120,7 @@ def test_a_file_or_a_folder_of_other_things_is_refused_before_the_target_loads(t
     assert_one_error(invoke_prepare(data, Path("/proc"), target_folder), "Cannot write to /proc/made: ")
     (tmp_path / "made").write_text("")
     result = invoke_prepare(data, tmp_path, tmp_path / "no target")
-    assert_one_error(result, r"must go to a folder, but \S+made is a file; choose another name")
+    assert_one_error(result, r"must go to a folder, but \S+made is none; choose another name")
     (tmp_path / "made").unlink()
     (tmp_path / "made/notes").mkdir(parents=True)
     message = r"made holds other files, such as 'notes'; choose an empty folder for the dataset"

@@ -9,7 +9,7 @@ from support.errors import refused
 from support.models import TEXT_VOCAB, byte_tokenizer, random_drafter, target, wrapped_tokenizer, writer
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy, Proposal, TraceFile
-from dflash.core.errors import DataError, GenerationError
+from dflash.core.errors import DataError, DFlashError, GenerationError
 from dflash.decoding import inspection, trace
 from dflash.decoding.block import Block, Decoding
 from dflash.decoding.inspection import TOP, inspect, inspected_record
@@ -208,6 +208,26 @@ def test_a_path_is_replaced_and_closed(tmp_path):
     for _ in range(2):
         list(random_decoder().stream_generate(PROMPT, max_tokens=5, trace=path))
     assert [record["record"] for record in read_records(path)].count("request") == 1
+
+
+def test_a_second_writer_is_refused_until_the_first_has_closed_its_file(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    with TraceFile(path) as first:
+        answer = random_decoder().stream_generate(PROMPT, max_tokens=5, trace=first)
+        next(answer)
+        with pytest.raises(DFlashError, match=rf"is writing the trace {path}; name another"):
+            next(random_decoder().stream_generate(PROMPT, max_tokens=5, trace=path))
+        list(answer)
+    assert [record["record"] for record in read_records(path)][:2] == ["request", "block"]
+    TraceFile(path).close()
+
+
+def test_a_disk_that_is_full_is_named_and_closing_says_no_more(tmp_path):
+    with (
+        pytest.raises(OSError, match=r"^Cannot write the trace /dev/full: No space left on device\.$"),
+        TraceFile("/dev/full") as file,
+    ):
+        file({"record": "request"})
 
 
 def test_a_trace_that_was_cut_is_read_to_its_last_whole_line(tmp_path):

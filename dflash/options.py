@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from .core.errors import GenerationError, did_you_mean
-from .core.option import check_limits, option
-from .core.values import check_logit_bias, check_stop_strings, check_stop_tokens, require_count, short
+from .core.option import check_limits, named, option
+from .core.values import check_caches, check_logit_bias, check_stop_strings, check_stop_tokens, require_count, short
 
 if TYPE_CHECKING:
     from .core.registry import Registry
@@ -23,6 +23,20 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 2048
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: float32 could not hold the scaled log-probabilities."""
+
+ANSWERS = {
+    "draft_model": "name the drafter where the decoder is made: DFlashSpeculativeDecoder.from_pretrained(drafter=...).",
+    "ignore_chat_template": "give chat=False.",
+    "image": "only text is decoded; leave it out.",
+    "input_embeddings": "a prompt is a text, messages or token ids.",
+    "num_draft_tokens": "policy N verifies at most N drafts in a block, and block_size is one more than is drafted.",
+    "prompt_progress_callback": "the first response of stream_generate comes when the prompt is read.",
+    "quantize_activations": "activations stay as they are, so that blocks and single tokens are computed alike.",
+    "system_prompt": "give system.",
+    "use_default_chat_template": "it has no effect in mlx-lm either; leave it out.",
+    "verbose": "the responses of stream_generate hold text, speeds and peak_memory.",
+}
+"""What to do in place of options that mlx-lm has and DFlash has not, by their names in Python."""
 
 T = TypeVar("T")
 
@@ -47,9 +61,12 @@ class DecodeOptions:
         "Most tokens to generate. Default: 2048, or as many as there is room for.",
         "sampling",
         kind=int,
+        also=("-m",),
         at_least=0,
     )
-    temp: float = option(0.0, "Temperature; 0 is greedy.", "sampling", called="temperature", at_least=0)
+    temp: float = option(
+        0.0, "Temperature; 0 is greedy.", "sampling", also=("temperature",), called="temperature", at_least=0
+    )
     """At any other than 0 (or below 1e-5) the target's own samples are emitted."""
     top_p: float = option(0.0, "Nucleus sampling; 0 is off.", "sampling", at_least=0, at_most=1)
     min_p: float = option(
@@ -59,14 +76,30 @@ class DecodeOptions:
         at_least=0,
         at_most=1,
     )
+    min_tokens_to_keep: int = option(1, "Most probable tokens that --min-p never drops.", "sampling", at_least=1)
     top_k: int = option(0, "Sample among the k most probable tokens; 0 is off.", "sampling", at_least=0)
+    xtc_probability: float = option(
+        0.0,
+        "How often a token is sampled without the most probable choices (XTC); 0 is off.",
+        "sampling",
+        at_least=0,
+        at_most=1,
+    )
+    """With the rule ``"first_mismatch"``. As in ``mlx_lm.generate``, line breaks and end tokens always stay."""
+    xtc_threshold: float = option(
+        0.1,
+        "With --xtc-probability: of the tokens above this probability only the least probable stays.",
+        "sampling",
+        at_least=0,
+        at_most=0.5,
+    )
     seed: int | None = option(None, "Seed for sampling.", "sampling", kind=int, at_least=0, at_most=2**64 - 1)
     """Seeds MLX's global random state as decoding begins; ``None`` leaves it as it is. The text is then that of plain
     mlx-lm with this seed, under any policy (with the rule ``"first_mismatch"``)."""
     sampler: "Sampler | str | None" = option(
         None, "A sampler that a plug-in adds.", "sampling", kind=str, metavar="NAME"
     )
-    """A sampler of one's own in place of the five above, or the name of a registered one."""
+    """A sampler of one's own in place of temperature and filters, or the name of a registered one."""
     logits_processors: "Sequence[LogitsProcessor | str]" = option(
         (),
         "A logits processor that a plug-in adds; repeatable.",
@@ -117,7 +150,7 @@ class DecodeOptions:
     """For targets whose layers all keep full attention's caches, and the rule ``"first_mismatch"``. A policy chooses
     how many of the drafts are verified. It never changes the text."""
     stop_strings: Sequence[str] | None = option(
-        None, "End before this text; repeatable.", "stops", kind=list[str], metavar="STR", flag="--stop"
+        None, "End before this text; repeatable.", "stops", kind=list[str], metavar="STR", flag="--stop", also=("stop",)
     )
     """Matched across token boundaries."""
     stop_token_ids: Sequence[int] | None = option(
@@ -180,6 +213,7 @@ class DecodeOptions:
             raise GenerationError("A tree is verified by the rule 'first_mismatch'; leave out tree or verify.")
         check_stop_strings(self.stop_strings)
         check_stop_tokens(self.stop_token_ids)
+        check_caches(self.max_kv_size, self.kv_bits, self.kv_group_size)
         if not isinstance(self.prompt_cache, PromptCache | None):
             raise GenerationError(
                 "prompt_cache must be what make_prompt_cache or load_prompt_cache of the decoder returns, "
@@ -190,23 +224,29 @@ class DecodeOptions:
                 f"trace must be the path of a file or a function of one record, got {type(self.trace).__name__}; "
                 "records.append puts them into a list."
             )
-        if self.sampler is not None and (self.temp or self.top_p or self.min_p or self.top_k):
-            raise GenerationError("Give either a sampler, or temperature, top_p, min_p and top_k, not both.")
+        if self.sampler is not None and any((self.temp, self.top_p, self.min_p, self.top_k, self.xtc_probability)):
+            raise GenerationError("Give either a sampler, or temperature, top_p, min_p, top_k and xtc, not both.")
         if isinstance(self.logits_processors, str) or callable(self.logits_processors):
             raise GenerationError("logits_processors must be a list; put the one processor into brackets.")
         sampler, rule, _, _ = self.build_sampler(), self.verify_rule(), self.build_processors(), self.build_policy()
         if hasattr(rule, "check_sampler"):
             rule.check_sampler(sampler)
 
-    def build_sampler(self) -> "Sampler":
-        """The sampler asked for."""
+    def build_sampler(self, tokenizer: Any = None) -> "Sampler":
+        """The sampler asked for; of a text's tokens, XTC spares those that ``tokenizer`` breaks lines and ends with."""
+        from mlx_lm.sample_utils import make_sampler
+
         from .decoding.sampling import GREEDY, SAMPLERS, DrawingSampler
 
         if self.sampler is not None:
             return _found(SAMPLERS, self.sampler, arguments=1)
         if self.temp < GREEDY_BELOW:
             return GREEDY
-        return DrawingSampler(self.temp, self.top_p, self.min_p, self.top_k)
+        filters = self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k
+        if not self.xtc_probability:
+            return DrawingSampler(*filters)
+        spared = [] if tokenizer is None else [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        return make_sampler(*filters, self.xtc_probability, self.xtc_threshold, spared)
 
     def build_processors(self) -> "list[LogitsProcessor]":
         """The logits processors asked for, in order."""
@@ -272,10 +312,10 @@ class DecodeOptions:
         """The same without ``trace``, ``profile`` and ``prompt_cache``, which do not change the text."""
         return self.asked("trace", "profile", "prompt_cache")
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, tokenizer: Any = None) -> dict[str, Any]:
         """Arguments of ``mlx_lm.stream_generate`` that make plain decoding write the same, but for where it ends."""
         return {
-            "sampler": self.build_sampler(),
+            "sampler": self.build_sampler(tokenizer),
             "logits_processors": self.build_processors() or None,
             "prefill_step_size": self.prefill_step_size,
             **self.cache_options,
@@ -291,6 +331,11 @@ class DecodeOptions:
         if self.top_k >= vocab_size:
             raise GenerationError(
                 f"top_k must be less than the target's vocabulary of {vocab_size} tokens, got {self.top_k}; 0 is off."
+            )
+        if self.min_tokens_to_keep > vocab_size:
+            raise GenerationError(
+                f"min_tokens_to_keep must be at most the target's vocabulary of {vocab_size} tokens, "
+                f"got {self.min_tokens_to_keep}."
             )
         unknown = next((token for token in self.logit_bias or () if not 0 <= token < vocab_size), None)
         if unknown is not None:
@@ -317,15 +362,16 @@ class DecodeOptions:
 
 
 def decode_options(given: Mapping[str, Any]) -> DecodeOptions:
-    """The record of the options ``given``, in which ``temperature`` is ``temp`` and ``None`` is not given.
+    """The record of the options ``given``, by any of their names; ``None`` is not given.
 
-    Raises ``GenerationError`` for an unknown name, with the nearest known one.
+    Raises ``GenerationError`` for an unknown name, with what to do instead or the nearest known one.
     """
-    values = {"temp" if name == "temperature" else name: value for name, value in given.items() if value is not None}
+    values = named(DecodeOptions, given)
     known = [field.name for field in fields(DecodeOptions)]
     for name in values:
         if name not in known:
-            raise GenerationError(f"Unknown option {name!r}; {did_you_mean(name, [*known, 'temperature'])}")
+            answer = ANSWERS.get(name) or did_you_mean(name, [*known, "temperature"])
+            raise GenerationError(f"Unknown option {name!r}; {answer}")
     return DecodeOptions(**values)
 
 

@@ -30,9 +30,9 @@ def load_decoders(models: ModelOptions, drafters: Sequence[str]) -> dict[str, "D
     No target is the bundled one, if a drafter is bundled or needs no files, or the first was trained for it. Raises
     ``DFlashError`` otherwise, and for a name given twice.
     """
-    from ..generate import DFlashSpeculativeDecoder
     from ..decoding.sampling import RandomState
     from ..drafters.kinds import needs_no_files
+    from ..generate import DFlashSpeculativeDecoder
 
     names = drafters or [BUNDLED]
     if len(set(names)) < len(names):
@@ -40,12 +40,15 @@ def load_decoders(models: ModelOptions, drafters: Sequence[str]) -> dict[str, "D
     alone = {name: name.removeprefix(COMBINED) for name in names}
     for_any_target = (name for name in names if alone[name] == BUNDLED or needs_no_files(alone[name]))
     target = replace(models, drafter=next(for_any_target, names[0])).load_target()
-    return {
+    state = RandomState.now()
+    decoders = {
         name: DFlashSpeculativeDecoder(
             target, replace(models, drafter=name).load_drafter(target), block_size=models.block_size
         )
         for name in names
     }
+    state.restore()  # that of plain mlx-lm, which draws random weights for a target and none for our drafters
+    return decoders
 
 
 def path_or_bundled(name: str | Path | None) -> str:
@@ -55,7 +58,8 @@ def path_or_bundled(name: str | Path | None) -> str:
 
 def names_of(models: ModelOptions) -> dict[str, str]:
     """How traces and JSON name target and drafter."""
-    return {"target": path_or_bundled(models.target), "drafter": path_or_bundled(models.drafter)}
+    adapted = {} if models.adapter_path is None else {"adapters": path_or_bundled(models.adapter_path)}
+    return {"target": path_or_bundled(models.target), "drafter": path_or_bundled(models.drafter)} | adapted
 
 
 def trace_file(decoding: DecodeOptions, models: ModelOptions) -> "AbstractContextManager[TraceFile | None]":

@@ -17,7 +17,7 @@ from dflash.decoding.loop import decode, prefill
 from dflash.drafters.protocol import Drafter, Proposal
 from dflash.drafters.tree import TreeDrafter
 from dflash.target import LoadedTargetModel
-from dflash.target.compare import Mismatch, assert_close, assert_same_caches
+from dflash.target.compare import Mismatch, assert_close, assert_same_caches, windows
 from dflash.target.trial import BLOCK, LENGTH, TRIAL, Trial
 
 NODES = 12  # drafts of a tree
@@ -26,12 +26,14 @@ NEAR_TIE = 1e-3  # a best token that leads by less may lose its lead to rounding
 
 
 def _chunks(trial: Trial) -> None:
-    """A prompt fed in chunks gives the same caches and last hidden state as one fed at once."""
-    target, tokens = trial.target, trial.tokens(LENGTH, trial.seed)
+    """A prompt that fills the longest window, fed in chunks, gives the same caches and last hidden state as at once."""
+    target = trial.target
     whole, pieces = (target.make_cache(**trial.cache_options) for _ in range(2))
+    tokens = trial.tokens(LENGTH + max(windows(whole), default=0), trial.seed)
+    chunk = max(7, tokens.shape[1] // 4)
     expected, _ = target.forward_hidden(tokens, whole, ())
-    for start in range(0, tokens.shape[1], 7):
-        last, _ = target.forward_hidden(tokens[:, start : start + 7], pieces, ())
+    for start in range(0, tokens.shape[1], chunk):
+        last, _ = target.forward_hidden(tokens[:, start : start + chunk], pieces, ())
     assert_close("last hidden state", last[:, -1], expected[:, -1])
     assert_same_caches(pieces, whole)
 

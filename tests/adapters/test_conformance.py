@@ -75,6 +75,24 @@ def test_a_state_that_is_not_put_back_is_found(monkeypatch):
     assert "rejected tokens leave no trace" in check(small.build("mamba2"), ROUNDS).failure
 
 
+def test_a_prompt_is_fed_in_chunks_beyond_the_longest_window():
+    """mlx-lm's mask of PLaMo 3 sees a token more than its cache keeps."""
+    found = check(small.build("plamo3", sliding_window=48), rounds=1)
+    assert found.failure.startswith("prefill in chunks equals prefill at once: last hidden state differs")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])  # which draw vectors
+def test_a_small_model_is_the_same_whatever_was_random_before_and_leaves_that_as_it_was(name):
+    mx.random.seed(1)
+    one = dict(tree_flatten(small.build(name).parameters()))
+    after = mx.random.uniform()
+    mx.random.seed(2)
+    other = dict(tree_flatten(small.build(name).parameters()))
+    assert all(mx.array_equal(one[weight], other[weight]) for weight in one)
+    mx.random.seed(1)
+    assert after == mx.random.uniform()
+
+
 def test_an_adapter_that_leaves_its_mark_on_the_model_is_found():
     class Careless(LlamaAdapter):
         def head(self, hidden_BLE):

@@ -17,15 +17,16 @@ from .training import print_settings, table
 if TYPE_CHECKING:
     from ..evaluation.statistics import Interval
     from ..study.compare import ComparedRun
+    from ..study.effects import Effect
     from ..study.plan import Plan
-    from ..study.results import Effect
 
 app = typer.Typer()
 
 _CELLS_NOTE = "acceptance length: of all prompts together; tokens/s, and over plain: the median over prompts."
+_FALLBACK_NOTE = "* The policy fell back to plain decoding in some passes: no property of the drafter."
 _EFFECTS_NOTE = (
-    "pairs agree: of the pairs of cells that differ in the factor alone, those that changed the way the ratio says; "
-    "pairs without any change are left out.\n"
+    "pairs agree: of the pairs of drafters that differ in the factor alone, each over its ways of decoding, those that "
+    "changed the way the ratio says; pairs without any change are left out.\n"
     "ratio of acceptance_length: of the cells' own; of tokens_per_s: the median over prompts of each prompt's ratio, "
     "which need not be that of the cells' medians; of several pairs: their geometric mean."
 )
@@ -97,6 +98,8 @@ def ablate(
     if found:
         print_rich(_effects_table(found))
         print(_EFFECTS_NOTE)
+    if any(row["plain_passes"] for row in rows):
+        print(_FALLBACK_NOTE)
     print("\n".join(str(file) for file in files))
 
 
@@ -137,7 +140,7 @@ def _cells_table(rows: list[dict[str, Any]], factors: list[str]) -> Any:
             *(row[factor] for factor in factors),
             str(row["seed"]),
             row["prompts"],
-            _with_limits(row, "acceptance_length"),
+            _with_limits(row, "acceptance_length") + "*" * bool(row["plain_passes"]),
             _with_limits(row, "tokens_per_s"),
             _with_limits(row, "speedup"),
             {True: "yes", False: "NO", None: "-"}[row.get("identical")],
@@ -153,9 +156,10 @@ def _effects_table(found: list["Effect"]) -> Any:
     for effect in found:
         changed = effect.pairs - effect.tied
         agreement = f"{effect.agreeing}/{changed}" if changed else "-"
-        change = (*_short([effect.factor]), f"{effect.before} -> {effect.after}", effect.prompts, effect.metric)
+        metric = effect.metric + "*" * (effect.metric == "acceptance_length" and effect.plain_passes > 0)
+        change = (*_short([effect.factor]), f"{effect.before} -> {effect.after}", effect.within, effect.prompts, metric)
         lines.append((*change, _with_limits(effect.row(), "ratio"), agreement, effect.verdict))
-    return table(("factor", "change", "prompts", "of", "ratio (95 %)", "pairs agree", "verdict"), lines)
+    return table(("factor", "change", "within", "prompts", "of", "ratio (95 %)", "pairs agree", "verdict"), lines)
 
 
 def _short(factors: Any) -> list[str]:
@@ -201,9 +205,9 @@ def compare(
     """Compare runs: settings that differ, acceptance, loss, speed, memory, learning curves, drafts on equal prompts.
 
     Each run's best drafter decodes the same prompts alternately with the others.
-    Intervals (95 %) resample prompts together for all runs (paired bootstrap), so
-    what is hard about a prompt does not blur the difference. --no-decode is quick:
-    it reads the runs' recipes and logs alone.
+    Intervals (95 %) say what other prompts would give. Runs are compared on the
+    same prompts, so what is hard about one does not blur the difference; another
+    seed may differ by more. --no-decode is quick: it reads recipes and logs alone.
 
     Examples:
 

@@ -22,7 +22,7 @@ from ..drafters.protocol import Drafter
 from ..generate import DFlashSpeculativeDecoder
 from ..target import LoadedTargetModel
 from .runs import BenchPrompt
-from .statistics import bootstrap, ratio_of_sums
+from .statistics import Ratio
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def _row(parts: Sequence[Acceptance], block_size: int) -> dict[str, Any]:
     counts = total(parts, block_size)
     limits = None
     if counts.blocks:
-        tau = bootstrap(ratio_of_sums([p.committed for p in parts], [p.blocks for p in parts]), len(parts))
+        tau = Ratio.of([p.committed for p in parts], [p.blocks for p in parts]).interval()
         limits = None if tau.low is None else [tau.low, tau.high]
     return {"prompts": len(parts)} | counts.results() | {"acceptance_length_interval": limits}
 

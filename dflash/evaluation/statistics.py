@@ -1,14 +1,17 @@
-"""Summary statistics: spreads and bootstrap intervals of plain numbers, and the figures of benchmark runs.
+"""Summary statistics: spreads, quantities over prompts with their 95 % intervals, and the figures of benchmark runs.
 
-Intervals are those of the percentile bootstrap over prompts (Efron 1979); what is compared in pairs is resampled in
-pairs. Shapes: P prompts, R resamples.
+Intervals say what other prompts of the same kind would give. Quantities that are compared on the same prompts are
+divided first, so that what is hard about a prompt does not blur the difference. Shapes: P prompts, R resamples, K sums.
 """
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache, reduce
+from operator import mul
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -16,6 +19,13 @@ from .runs import PromptResult, Run
 
 Floats = np.ndarray
 RESAMPLES, LEVEL = 2000, 0.95
+_UPPER = (1 + LEVEL) / 2
+
+LEAST_ERROR = 0.2
+"""Of a resample, as a share of the prompts' own: where nearly equal prompts were drawn, theirs says nothing."""
+
+FEWEST_PROMPTS = 5
+"""With fewer, a 95 % interval rests on the assumptions more than on the prompts."""
 
 Score = Callable[[list[tuple[str, dict[str, Any]]]], list[bool]]
 """Judges answers, given as text and ``check`` of the request, all in one call."""
@@ -29,9 +39,16 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)} if values else None
 
 
+def student(freedom: int) -> float:
+    """Student's t, which a 95 % interval takes in each direction."""
+    from scipy import special  # not at start-up
+
+    return float(special.stdtrit(freedom, _UPPER))
+
+
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the limits of its 95 % interval; ``None`` if a single prompt says nothing about others."""
+    """An estimate with the limits of its 95 % interval; ``None`` if so few prompts say nothing about others."""
 
     value: float
     low: float | None = None
@@ -42,72 +59,149 @@ class Interval:
         limits = (None if limit is None else function(limit) for limit in (self.low, self.high))
         return Interval(function(self.value), *limits)
 
+    def widened(self, half_width: float) -> "Interval":
+        """The interval with a second, independent uncertainty of this half width."""
+        if self.low is None or self.high is None:
+            return self
+        low, high = (math.hypot(limit - self.value, half_width) for limit in (self.low, self.high))
+        return Interval(self.value, self.value - low, self.value + high)
 
-def bootstrap(statistic: Callable[[Floats], Floats], prompts: int, seed: int = 0) -> Interval:
-    """The interval of a statistic over ``prompts`` prompts.
+    def contains(self, value: float) -> bool:
+        """Whether ``value`` is within the limits; always where there are none."""
+        return self.low is None or self.high is None or self.low <= value <= self.high
 
-    ``statistic`` gets weights ``[R, P]``, how often each prompt was sampled, and returns its values ``[R]``. Paired
-    comparisons take both sides from one call, and so have the same prompts in every resample.
+
+# --- quantities over prompts -------------------------------------------------------------------------------
+
+
+class Quantity(ABC):
+    """A positive number found from several prompts. Products and powers are those of the same prompts."""
+
+    @property
+    @abstractmethod
+    def value(self) -> float:
+        """The number; it need not be finite."""
+
+    @abstractmethod
+    def interval(self) -> Interval:
+        """The number with its 95 % interval over prompts."""
+
+    @abstractmethod
+    def __mul__(self, other: Self) -> Self: ...
+
+    @abstractmethod
+    def __pow__(self, power: float) -> Self: ...
+
+    def __truediv__(self, other: Self) -> Self:
+        return self * other**-1
+
+
+Q = TypeVar("Q", bound=Quantity)
+
+
+def geometric_mean(quantities: Sequence[Q]) -> Q:
+    """The geometric mean of quantities over the same prompts."""
+    return reduce(mul, quantities) ** (1 / len(quantities))
+
+
+@dataclass(frozen=True, eq=False)
+class Ratio(Quantity):
+    """Sums over prompts, divided: tokens over blocks, or one such ratio over another.
+
+    It is ``prod_k (sum_p terms_KP) ** powers_K`` with powers that add up to zero.
+
+    The interval joins two, of the ratio's logarithm, by their outer limits: Student's and the bootstrap's of the
+    studentised ratio (Efron and Tibshirani 1993, chapter 12). Either alone is too short on some kinds of prompts.
     """
-    value = float(statistic(np.ones((1, prompts)))[0])
-    if prompts < 2:
-        return Interval(value)
-    weights = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES)
-    values = statistic(weights.astype(np.float64))
-    tail = 50 * (1 - LEVEL)
-    low, high = np.percentile(values[np.isfinite(values)], [tail, 100 - tail])
-    return Interval(value, float(low), float(high))
 
+    terms_KP: Floats
+    powers_K: Floats
 
-def ratio_of_sums(numerator_P: Sequence[float], denominator_P: Sequence[float]) -> Callable[[Floats], Floats]:
-    """The statistic ``sum(numerator) / sum(denominator)``, such as tokens over blocks; NaN without blocks."""
-    above, below = (np.asarray(values, dtype=np.float64) for values in (numerator_P, denominator_P))
+    @classmethod
+    def of(cls, numerator_P: Iterable[float], denominator_P: Iterable[float]) -> "Ratio":
+        """``sum(numerator) / sum(denominator)``; NaN if both are zero."""
+        return cls(np.array([[*numerator_P], [*denominator_P]], dtype=np.float64), np.array([1.0, -1.0]))
 
-    def statistic(weights_RP: Floats) -> Floats:
+    def __mul__(self, other: "Ratio") -> "Ratio":
+        terms_KP = np.concatenate([self.terms_KP, other.terms_KP])
+        return Ratio(terms_KP, np.concatenate([self.powers_K, other.powers_K]))
+
+    def __pow__(self, power: float) -> "Ratio":
+        return Ratio(self.terms_KP, self.powers_K * power)
+
+    @property
+    def value(self) -> float:
+        sums_K, above_K = self.terms_KP.sum(axis=1), self.powers_K > 0
+        above, below = (np.prod(sums_K[side] ** abs(self.powers_K[side])) for side in (above_K, ~above_K))
         with np.errstate(divide="ignore", invalid="ignore"):
-            return (weights_RP @ above) / (weights_RP @ below)
+            return float(above / below)
 
-    return statistic
+    def interval(self) -> Interval:
+        value, prompts = self.value, self.terms_KP.shape[1]
+        if prompts < 2 or not 0 < value < math.inf:
+            return Interval(value)
+        logs_R, errors_R = self._logs_and_errors(_resampled(prompts))
+        log, error, known = logs_R[0], errors_R[0], np.isfinite(logs_R)
+        if error < 1e-9:  # all prompts are alike, but for rounding
+            return Interval(value, value, value)
+        pivots = (logs_R - log)[known] / np.maximum(errors_R[known], LEAST_ERROR * error)
+        low, high = np.quantile(pivots, [1 - _UPPER, _UPPER])
+        widest = student(prompts - 1)
+        below, above = error * max(widest, high), error * max(widest, -low)
+        return Interval(value, value * math.exp(-below), value * math.exp(above))
 
-
-def median_of(values_P: Sequence[float] | Floats) -> Callable[[Floats], Floats]:
-    """The statistic "median over prompts", which one stalled prompt does not move; values that are NaN are ignored."""
-    values = np.asarray(values_P, dtype=np.float64)
-    kept = np.flatnonzero(np.isfinite(values))
-    order = kept[np.argsort(values[kept])]
-
-    def statistic(weights_RP: Floats) -> Floats:
-        if not len(order):
-            return np.full(len(weights_RP), np.nan)
-        below_RP = np.cumsum(weights_RP[:, order], axis=1)
-        half_R = below_RP[:, -1:] / 2
-        low, high = (side(below_RP, half_R).argmax(axis=1) for side in (np.greater_equal, np.greater))
-        middle = (values[order][low] + values[order][high]) / 2
-        return np.where(below_RP[:, -1] > 0, middle, np.nan)
-
-    return statistic
-
-
-def t_quantile(freedom: int) -> float:
-    """Student's t at 97.5 %, by Cornish and Fisher's expansion; within 1 % from 3 degrees of freedom on."""
-    z = 1.959964
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    exact = {1: 12.706, 2: 4.303}  # where the expansion is poor
-    return exact.get(freedom) or z + sum(term / freedom**i for i, term in enumerate(terms, 1))
+    def _logs_and_errors(self, weights_RP: Floats) -> tuple[Floats, Floats]:
+        """The ratio's logarithm in each resample, and its standard error by the linear terms of its sums."""
+        prompts = weights_RP.shape[1]
+        sums_RK = weights_RP @ self.terms_KP.T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            changes_RP = (self.powers_K / sums_RK) @ self.terms_KP  # by which one more of a prompt moves the logarithm
+            logs_R = np.log(sums_RK) @ self.powers_K
+            squares_R = (weights_RP * changes_RP**2).sum(axis=1)
+        return logs_R, np.sqrt(squares_R * prompts / (prompts - 1))
 
 
-def widened(interval: Interval, half_width: float) -> Interval:
-    """``interval`` with a second, independent uncertainty of this half width."""
-    if interval.low is None or interval.high is None:
-        return interval
-    low, high = interval.value - interval.low, interval.high - interval.value
-    return Interval(
-        interval.value, interval.value - math.hypot(low, half_width), interval.value + math.hypot(high, half_width)
-    )
+@lru_cache(4)
+def _resampled(prompts: int) -> Floats:
+    """How often each prompt was drawn, ``[R, P]``: once each in the first row, then in resamples."""
+    drawn_RP = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLES)
+    return np.concatenate([np.ones((1, prompts)), drawn_RP])
+
+
+@dataclass(frozen=True, eq=False)
+class Median(Quantity):
+    """The median over prompts of each prompt's number, which one stalled prompt does not move; NaN are left out.
+
+    Limits are numbers of the prompts, interpolated (Hettmansperger and Sheather 1986): nothing is assumed of their
+    distribution. Below six prompts there are none, since even the least and the greatest enclose the median less often.
+    """
+
+    values_P: Floats
+
+    def __mul__(self, other: "Median") -> "Median":
+        return Median(self.values_P * other.values_P)
+
+    def __pow__(self, power: float) -> "Median":
+        return Median(self.values_P**power)
+
+    @property
+    def value(self) -> float:
+        known = self.values_P[np.isfinite(self.values_P)]
+        return float(np.median(known)) if len(known) else math.nan
+
+    def interval(self) -> Interval:
+        from scipy import special  # not at start-up
+
+        values = np.sort(self.values_P[np.isfinite(self.values_P)])
+        count = len(values)
+        holds = 1 - 2 * special.bdtr(np.arange(count), count, 0.5)  # how often those at depth 1, 2, .. enclose it
+        depth = int(np.count_nonzero(holds >= LEVEL))
+        if not depth:
+            return Interval(self.value)
+        share = (holds[depth - 1] - LEVEL) / (holds[depth - 1] - holds[depth])
+        inwards = (count - depth) * share / (depth + (count - 2 * depth) * share)
+        low, high = ((1 - inwards) * side[depth - 1] + inwards * side[depth] for side in (values, values[::-1]))
+        return Interval(self.value, float(low), float(high))
 
 
 # --- runs --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 from ..core.errors import DataError, DFlashError, install_extra
 from ..decoding.profile import PARTS
 from ..decoding.trace import Record, read_records
-from .statistics import Interval, bootstrap, ratio_of_sums
+from .statistics import Interval, Ratio
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -166,23 +166,23 @@ def _draft_rows(request: Request) -> Iterable[dict[str, Any]]:
 
 
 def acceptance_length(blocks: "pd.DataFrame") -> Interval:
-    """Tokens committed per drafted block, tau, with a bootstrap interval over requests; plain steps are left out."""
+    """Tokens committed per drafted block, tau, with a 95 % interval over requests; plain steps are left out."""
     drafted = blocks[(blocks.block > 0) & ~blocks.asleep]
     sums = drafted.groupby(["trace", "request"]).committed.agg(["sum", "count"])
-    return _ratio(sums["sum"], sums["count"])
+    return Ratio.of(sums["sum"], sums["count"]).interval()
 
 
 def tokens_per_second(requests: "pd.DataFrame") -> Interval:
-    """Tokens after the first of each request over the seconds since the first, with a bootstrap interval."""
-    return _ratio(requests.tokens - 1, requests.seconds)
+    """Tokens after the first of each request over the seconds since the first, with a 95 % interval."""
+    return Ratio.of(requests.tokens - 1, requests.seconds).interval()
 
 
 def survival(drafts: "pd.DataFrame") -> "pd.DataFrame":
     """By position: of the blocks that verified a draft there, how many accepted it and all before it.
 
     Columns ``position blocks survival low high acceptance``; the last is the probability that a draft is accepted if
-    all before it were. Limits are those of a 95 % bootstrap interval over requests, NaN if a single request verified a
-    draft there.
+    all before it were. Limits are those of a 95 % interval over requests, NaN where a single request verified a draft
+    or none was accepted.
 
     Drafts that were not verified are left out, since it is unknown whether they were right. If a policy verifies more
     drafts of promising blocks, deep positions are those of good blocks: survival is then too high, and may rise with
@@ -192,8 +192,8 @@ def survival(drafts: "pd.DataFrame") -> "pd.DataFrame":
     rows = []
     for position, here in drafts[drafts.verified.astype(bool)].groupby("position"):
         sums = here.groupby(["trace", "request"]).accepted.agg(["sum", "count"]).astype(float)
-        of_all, reached = _ratio(sums["sum"], sums["count"]), here[here.reached]
-        low, high = (np.nan if limit is None else limit for limit in (of_all.low, of_all.high))
+        of_all, reached = Ratio.of(sums["sum"], sums["count"]).interval(), here[here.reached]
+        low, high = (np.nan if limit is None else min(limit, 1.0) for limit in (of_all.low, of_all.high))
         conditional = reached.accepted.mean() if len(reached) else np.nan
         rows.append((position, len(here), of_all.value, low, high, conditional))
     return pandas.DataFrame(rows, columns=["position", "blocks", "survival", "low", "high", "acceptance"])
@@ -237,7 +237,7 @@ def time_by_part(blocks: "pd.DataFrame") -> "pd.Series":
 
 
 def summary(traces: Traces) -> "pd.DataFrame":
-    """A row for each trace: its quantities, with the limits of 95 % intervals over requests as ``_low`` and ``_high``.
+    """A row for each trace, by its name: quantities, with limits (``_low``, ``_high``) of 95 % intervals over requests.
 
     ``acceptance_length`` and ``tokens_per_second`` are missing without a drafted block, or with a single token.
     ``tokens`` are all tokens of the answers; ``dflash eval`` counts those of blocks, without the first of each answer,
@@ -255,10 +255,4 @@ def summary(traces: Traces) -> "pd.DataFrame":
         row["plain_steps"] = int(blocks.asleep.sum())
         row["calibration_error"] = calibration_error(calibration(drafts))
         rows.append(row)
-    return require_pandas().DataFrame(rows)
-
-
-def _ratio(numerators: Any, denominators: Any) -> Interval:
-    if not np.sum(denominators) > 0:
-        return Interval(float("nan"))
-    return bootstrap(ratio_of_sums(list(numerators), list(denominators)), len(numerators))
+    return require_pandas().DataFrame(rows).set_index("trace")

@@ -18,9 +18,9 @@ from ..evaluation.traces import survival as survival
 from ..evaluation.traces import time_by_part as time_by_part
 from ..evaluation.traces import tokens_per_second as tokens_per_second
 from .ablation import ablate as ablate
+from .effects import effects as effects
 from .files import write_results as write_results
 from .plan import Plan as Plan
 from .results import collect as collect
-from .results import effects as effects
 from .settings import Study as Study
 from .settings import load_study as load_study

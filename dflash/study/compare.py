@@ -6,13 +6,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..core.errors import DFlashError
 from ..core.progress import progress
 from ..drafters.checkpoints.checkpoint import load_drafter
 from ..evaluation.acceptance import measure
-from ..evaluation.statistics import Floats, Interval, bootstrap, ratio_of_sums
+from ..evaluation.statistics import Interval, Ratio
 from ..target import LoadedTargetModel, load_target
 from ..training.data.dataset import open_dataset, read_manifest
 from ..training.evaluate import heldout_prompts
@@ -164,17 +162,10 @@ def _drafter(folder: Path) -> Any:
 def _acceptance(
     target: LoadedTargetModel, drafters: Sequence[Any], prompts: Sequence[list[int]], max_tokens: int
 ) -> list[tuple[Interval, Interval]]:
-    """Each drafter's acceptance, and that over the first one's; all have the same prompts in every resample."""
+    """Each drafter's acceptance, and that over the first one's on the same prompts."""
     counts = [
         [measure(target, drafter, [prompt], max_tokens) for drafter in drafters]
         for prompt in progress(prompts, "compare")
     ]
-    lengths = [ratio_of_sums([a.committed for a in own], [a.blocks for a in own]) for own in zip(*counts, strict=True)]
-
-    def over_first(number: int) -> Interval:
-        def ratio(weights_RP: Floats) -> Floats:
-            return np.asarray(lengths[number](weights_RP) / lengths[0](weights_RP))
-
-        return bootstrap(ratio, len(prompts))
-
-    return [(bootstrap(length, len(prompts)), over_first(number)) for number, length in enumerate(lengths)]
+    lengths = [Ratio.of([a.committed for a in own], [a.blocks for a in own]) for own in zip(*counts, strict=True)]
+    return [(length.interval(), (length / lengths[0]).interval()) for length in lengths]

@@ -23,8 +23,9 @@ import yaml
 from ..core.errors import install_extra
 from ..core.files import atomic_write, remove_unfinished
 from ..core.settings import to_dict
+from .effects import effects
 from .plan import Plan
-from .results import CellAnswers, collect, effects, sessions_of
+from .results import CellAnswers, collect, sessions_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Plots of a study: a metric by the levels of each factor, a panel a factor.
 
 A panel shows the cells in which its factor alone differs. Thin lines join cells alike in everything else; the thick
-mark is their mean with the 95 % interval over prompts.
+mark is their geometric mean with the 95 % interval over prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,15 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from ..core.files import atomic_write, remove_unfinished
-from ..evaluation.statistics import Floats, bootstrap
-from .results import CellAnswers, matched
+from ..evaluation.statistics import geometric_mean
+from .effects import matched
+from .results import CellAnswers
 from .settings import short_name
 
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#57534e")
 _METRICS = {
-    "acceptance": ("acceptance", "acceptance length (tokens per target pass)"),
-    "speed": ("speedup", "tokens/s over those of plain mlx_lm"),
+    "acceptance": ("acceptance", "tokens per target pass"),
+    "speed": ("speedup", "speed over plain mlx_lm"),
 }
 
 
@@ -84,20 +85,13 @@ def _panel(panel: Any, factor: str, cells: Sequence[CellAnswers], attribute: str
     panel.add_collection(LineCollection(lines, colors=colour, alpha=0.25, linewidths=0.8))
     for x, label in enumerate(labels):
         mine = [cell for group in groups for cell in group if cell.planned.cell.levels[factor] == label]
-        mean = bootstrap(_mean(mine, attribute), len(mine[0].answers))
+        mean = geometric_mean([getattr(cell, attribute) for cell in mine]).interval()
         low, high = mean.low or mean.value, mean.high or mean.value
         bars = [[max(0.0, mean.value - low)], [max(0.0, high - mean.value)]]
         shown = name if x == 0 else None
         panel.errorbar([x], [mean.value], bars, color=colour, marker="o", markersize=5, capsize=3, label=shown)
     panel.set_xticks(range(len(labels)), labels, rotation=20 if max(map(len, labels), default=0) > 8 else 0)
     panel.set_xlim(-0.5, len(labels) - 0.5)
-
-
-def _mean(cells: Sequence[CellAnswers], attribute: str) -> Any:
-    def statistic(weights_RP: Floats) -> Floats:
-        return np.asarray(np.mean([getattr(cell, attribute)(weights_RP) for cell in cells], axis=0))
-
-    return statistic
 
 
 def _save(path: Path, figure: Figure) -> Path:

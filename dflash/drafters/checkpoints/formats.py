@@ -2,7 +2,8 @@
 
 These are DeepSpec, SpecForge and SGLang, vLLM's speculators, and multimodal wrappers. Keys that contradict each other
 are read as in transformers 5. One rule decides about an unknown key: if it can change what the drafter computes, it is
-refused by name (:mod:`.unsupported`); anything else is ignored, with a debug line.
+refused by name (:mod:`.unsupported`); anything else is ignored, with a debug line, or a warning if its name is that of
+a part.
 """
 
 import difflib
@@ -35,6 +36,8 @@ _NOTES = re.compile(
     r"description|notes?|comments?|dtype|torch_dtype|model_type|architectures?|target_model.*|verifier.*|"
     r"markov_head_type|confidence_head_with_markov|has_lm_head|num_draft_layers|swa_window_size"
 )
+_PARTS = re.compile(r"(?!norm_topk_prob)(.*_)?(norms?|bias|gated?|scaled?|residual|sinks?|fusion)(_.*)?")
+"""Switches that may change what a drafter computes, though no tensor shows it. The exception is one of experts."""
 
 
 def signs(config: Mapping[str, Any]) -> Values:
@@ -248,6 +251,13 @@ def _ignore(values: Values, known: Collection[str]) -> None:
     for name in ignored:
         if hint := _nearest(name, known, cutoff=0.9):
             raise CheckpointError(f"config.json: unknown key {name!r}{hint}")
+    switches = [name for name in ignored if values[name] is True and _PARTS.fullmatch(name)]
+    if switches:
+        logger.warning(
+            "config.json: %s true is not known here. If it changes what the drafter computes, fewer drafts are "
+            "accepted; the text stays exact.",
+            ", ".join(switches),
+        )
     if ignored:
         logger.debug("config.json: ignored, since a drafter does not read them: %s.", ", ".join(ignored))
 

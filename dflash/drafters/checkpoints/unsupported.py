@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...core.errors import CheckpointError
+from ...core.values import short
 
 _MLA = "multi-head latent attention"
 _DFLASH2 = "DFlash 2 (dynamic convolutions and a path selector)"
@@ -46,6 +47,8 @@ _KEYS: dict[str, str] = {
     "dflash_gated_layer_fusion": "a gated mix of the target's layers",
     "enable_qwen35_gated_q_proj": _GATED,
     "mask_embedding": _MASK, "use_mask_embedding": _MASK, "separate_mask_embedding": _MASK,
+    "speculative_config": "an older packaging of speculators, with the drafter's keys in a section of their own",
+    "dflare_config": f"{_DFLARE} in the packaging of TorchSpec",
     "use_swa": _SWA, "rope_interleave": _INTERLEAVED, "rope_interleaved": _INTERLEAVED, "mlp_bias": "biases in the MLP",
     "attn_logit_softcapping": "soft-capped attention scores", "log_snr_conditioning": "conditioning on a noise level",
 }  # fmt: skip
@@ -110,7 +113,7 @@ def refuse_key(name: str, value: Any) -> None:
         what = _KEYS[name]
     else:
         return
-    raise CheckpointError(f"config.json: {name} {value!r} is not supported; it means {what}.")
+    raise CheckpointError(f"config.json: {name} {short(value)} is not supported; it means {what}.")
 
 
 def is_supported_value(name: str, value: Any) -> bool:

@@ -100,6 +100,7 @@ MEANS = {  # packaging of a config: what it means, in plain words of ours
     "dflash_config.causal": (lambda c: inside(c, causal=True), {"is_causal": True}),
     "causal false on sliding layers": (lambda c: inside(c | LAYERED, causal=False), WINDOW | {"is_causal": False}),
     "is_causal before causal": (lambda c: inside(c | {"is_causal": True}, causal=False), {"is_causal": True}),
+    # JetSpec trains with it, and so it is followed. z-lab's loader passes it over, and drafts worse.
     "causal head": (lambda c: inside(c, causal_head=True), {"is_causal": True}),
     "causal head false": (lambda c: inside(c | LAYERED, causal_head=False), WINDOW),
     "query causal": (lambda c: c | {"dflash_query_causal": True}, {"is_causal": True}),
@@ -145,6 +146,12 @@ MEANS = {  # packaging of a config: what it means, in plain words of ours
         lambda c: c
         | {"rope_scaling": YARN | {"original_max_position_embeddings": 9}, "original_max_position_embeddings": 64},
         {"rope_scaling": YARN},
+    ),
+    # gpt-oss's own name, which transformers does not read: without another, max_position_embeddings is the original
+    # length, for the layers of a drafter are Qwen3's. (A loader for gpt-oss itself would take 64.)
+    "original length in a name of gpt-oss": (
+        lambda c: c | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "initial_context_length": 64},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     ),
     "rope by layer type": (
         lambda c: c | {"rope_parameters": BY_TYPE, "layer_types": [SLIDING, FULL], "sliding_window": 5},

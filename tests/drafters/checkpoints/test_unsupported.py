@@ -32,6 +32,12 @@ REFUSED = {
     "length head": ({"use_thresh_head_two_model": True}, {}, {}, ["use_thresh_head_two_model", "length"]),
     "length head by weights": ({}, {}, {"thresh_head_two_model.out.bias": 1}, ["thresh_head", "length"]),
     "DFlare of speculators": ({"speculators_model_type": "dflare"}, {}, {}, ["dflare", "DFlare"]),
+    "DFlare of TorchSpec": (
+        {"dflare_config": {"mask_token_id": 5}}, {"mask_token_id": None}, {}, ["dflare_config", "DFlare", "TorchSpec"]
+    ),
+    "speculators' older form": (
+        {"speculative_config": {"mask_token_id": 5}}, {"mask_token_id": None}, {}, ["speculative_config", "older"]
+    ),
     "DFlare by weights": ({}, {}, {"layer_fusion_weights": 1}, ["layer_fusion_weights", "DFlare"]),
     "Gemma 4 block": ({"architectures": ["Gemma4DSparkModel"]}, {}, {}, ["Gemma4DSparkModel", "Gemma 4"]),
     "DFlare without its sign": (
@@ -91,6 +97,24 @@ def test_a_mask_embedding_in_a_file_of_its_own_is_refused(tmp_path):
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"mask_embedding\.pt is not supported"):
         load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "warned"),
+    [
+        ("use_post_norm", True, True),
+        ("fc_bias", True, True),
+        ("residual_scale", True, True),
+        ("use_post_norm", False, False),
+        ("layer_norm_eps", 1e-5, False),
+        ("norm_topk_prob", True, False),
+        ("use_cache", True, False),
+    ],
+)
+def test_an_unknown_switch_of_a_part_is_warned_of(tmp_path, caplog, key, value, warned):
+    config, weights = plain()
+    load_drafter(write(tmp_path, config | {key: value}, weights))
+    assert [key in line and "fewer drafts are accepted" in line for line in caplog.messages] == [True] * warned
 
 
 def test_keys_that_are_ignored_are_in_the_debug_log(tmp_path, caplog):

@@ -83,32 +83,45 @@ def responses(
     prompt_tokens: int, steps: Iterable[Step], text: TextStream, recorder: Recorder | None
 ) -> Iterator[DFlashResponse]:
     """One response per step, up to the first stop string. The clock starts when the first one is requested."""
-    start = time.perf_counter()
-    prompt_seconds, generated = 0.0, 0
+    answer = Answer(prompt_tokens, text, recorder)
     for step in steps:
-        if not prompt_seconds:
+        response = answer.add(step)
+        yield response
+        if response.finish_reason is not None:
+            return
+
+
+class Answer:
+    """The answer to one prompt as it grows. Its clock starts when it is made."""
+
+    def __init__(self, prompt_tokens: int, text: TextStream, recorder: Recorder | None = None):
+        self._prompt_tokens, self._text, self._recorder = prompt_tokens, text, recorder
+        self._start = time.perf_counter()
+        self._prompt_seconds, self._generated = 0.0, 0
+
+    def add(self, step: Step) -> DFlashResponse:
+        """The response for the next step."""
+        if not self._prompt_seconds:
             now = time.perf_counter()
-            prompt_seconds, start = now - start, now
-        piece, tokens, finish = _shown(step, text)
-        generated += len(tokens)
-        if recorder is not None:
-            shown = {"pieces": text.segments, "text": piece, "finish_reason": finish}
-            recorder.block(step.block, step.tokens, step.why, shown)
-        yield DFlashResponse(
+            self._prompt_seconds, self._start = now - self._start, now
+        piece, tokens, finish = _shown(step, self._text)
+        self._generated += len(tokens)
+        if self._recorder is not None:
+            shown = {"pieces": self._text.segments, "text": piece, "finish_reason": finish}
+            self._recorder.block(step.block, step.tokens, step.why, shown)
+        return DFlashResponse(
             text=piece,
             tokens=tokens,
             accepted=step.block.accepted,
             drafted=step.block.drafted,
-            prompt_tokens=prompt_tokens,
-            prompt_tps=prompt_tokens / prompt_seconds,
-            generation_tokens=generated,
-            generation_tps=max(generated - 1, 0) / max(time.perf_counter() - start, 1e-9),
+            prompt_tokens=self._prompt_tokens,
+            prompt_tps=self._prompt_tokens / self._prompt_seconds,
+            generation_tokens=self._generated,
+            generation_tps=max(self._generated - 1, 0) / max(time.perf_counter() - self._start, 1e-9),
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finish,
-            profile=recorder.profile if recorder is not None and finish is not None else None,
+            profile=self._recorder.profile if self._recorder is not None and finish is not None else None,
         )
-        if finish is not None:
-            return
 
 
 def _shown(step: Step, text: TextStream) -> tuple[str, list[int], str | None]:

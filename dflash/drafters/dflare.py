@@ -71,7 +71,7 @@ class QwenDFlareDraftModel(DFlashDraftModel):
         weights_DT = mx.softmax(self.layer_fusion_weights.astype(mx.float32), axis=-1).astype(features_BSF.dtype)
         return self.hidden_norm(weights_DT @ taps_BSTE)
 
-    def context_keys_values(self, layer: int, context: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+    def context_keys_values(self, layer: int, context: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """As in DFlash, from the layer's own part of ``context [B, S, D, E]``."""
         attention = self.layers[layer].self_attn
         assert isinstance(attention, DFlareAttention)

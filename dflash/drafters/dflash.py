@@ -16,9 +16,9 @@ from ..core.backend import begin, begins_early
 from ..core.errors import GenerationError, IncompatibleModelsError
 from ..target.identity import target_fingerprint
 from .checkpoints.config import DFlashConfig
-from .context import ContextCache, LayerContext
+from .context import BatchContext, ContextCache, LayerContext
 from .kinds import register_drafter
-from .layers import Attend, DraftLayer, block_mask
+from .layers import Attend, DraftLayer
 from .protocol import Proposal
 from .trainable import Trainable
 
@@ -171,7 +171,7 @@ class DFlashDraftModel(Trainable, nn.Module):
         """The context ``[B, S, E]`` that every layer attends to, from target features."""
         return self.hidden_norm(self.fc(features_BSF))
 
-    def context_keys_values(self, layer: int, context: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+    def context_keys_values(self, layer: int, context: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values, each ``[B, K, S, D]``, of ``context`` (from :meth:`context`) at ``offset ..`` in a layer."""
         return self.layers[layer].self_attn.keys_values(context, offset)
 
@@ -237,21 +237,46 @@ class DFlashDraftModel(Trainable, nn.Module):
             raise GenerationError(
                 f"A block of {self.block_size} drafts 1 to {self.block_size - 1} tokens, not {length}."
             )
+        return self._block_hidden(anchor.reshape(1), length, cache.layers)
+
+    def make_layers(self) -> list[LayerContext]:
+        """The layers of a new context cache, which batches merge."""
+        return self.make_cache().layers
+
+    def extend_rows(
+        self,
+        features_BSF: mx.array,
+        layers: Sequence[BatchContext],
+        tokens_BS: mx.array,
+        counts: Sequence[int] | None = None,
+    ) -> None:
+        """As :meth:`extend_context`, for several texts."""
+        context, offset_B = self.context(features_BSF), layers[0].offset
+        for layer, kv in enumerate(layers):
+            kv.append(*self.context_keys_values(layer, context, offset_B), counts)
+
+    def propose_rows(self, anchors_B: mx.array, length: int, layers: Sequence[BatchContext]) -> Proposal:
+        """As :meth:`propose`, for several texts in one pass."""
+        return self.proposal(anchors_B, self._block_hidden(anchors_B, length, layers))
+
+    def _block_hidden(
+        self, anchors_B: mx.array, length: int, layers: Sequence[LayerContext | BatchContext]
+    ) -> mx.array:
+        """Final hidden states ``[B, length, E]`` at the positions that predict the tokens after the anchors."""
         early = begins_early()
-        attends = [self._attend_cached(i, kv, early) for i, kv in enumerate(cache.layers)]
+        attends = [self._attend_cached(i, kv, early) for i, kv in enumerate(layers)]
         filled = length if self.config.elastic_blocks else self.block_size - 1
-        hidden = self(self.block_inputs(anchor.reshape(1), filled), cache.offset, attends)
+        hidden = self(self.block_inputs(anchors_B, filled), layers[0].offset, attends)
         first = 0 if self.config.sample_from_anchor else 1
         return hidden[:, first : first + length]
 
-    def _attend_cached(self, layer: int, kv: LayerContext, early: bool) -> Attend:
+    def _attend_cached(self, layer: int, kv: LayerContext | BatchContext, early: bool) -> Attend:
         """Attention of one block to the cached context and itself, handed to the device at once if ``early``."""
         config = self.config
 
         def attend(queries_BHLD: mx.array, keys_BKLD: mx.array, values_BKLD: mx.array) -> mx.array:
-            # The mask depends on distances only, so it may count positions from the oldest row kept.
-            mask = block_mask(kv.held, keys_BKLD.shape[2], config.window(layer), config.causal_in_block(layer))
             keys, values = kv.with_block(keys_BKLD, values_BKLD)
+            mask = kv.block_mask(keys_BKLD.shape[2], config.window(layer), config.causal_in_block(layer))
             scale = queries_BHLD.shape[-1] ** -0.5
             attended = mx.fast.scaled_dot_product_attention(queries_BHLD, keys, values, scale=scale, mask=mask)
             if early:

@@ -139,3 +139,38 @@ class DrawingDrafter(Drafter, Protocol):
 
     def draw(self, anchor: mx.array, length: int, cache: Any, sampler: "DrawingSampler") -> Proposal:
         """As :meth:`Drafter.propose`, with tokens sampled by ``sampler`` and their distributions in ``log_q``."""
+
+
+@runtime_checkable
+class BatchDrafter(Protocol):
+    """What a :class:`Drafter` has in addition if it drafts for several texts in one pass.
+
+    Its context is further layers of mlx-lm's list of caches, which mlx-lm's batches merge, filter and extend with the
+    target's. Any other drafter drafts for one text after another.
+    """
+
+    @property
+    def block_size(self) -> int:
+        """As in :class:`Drafter`."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """As in :class:`Drafter`."""
+
+    def make_layers(self) -> list[Any]:
+        """A new, empty context of one text: caches with a static ``merge``.
+
+        What that returns for several texts has the methods of mlx-lm's batch caches ``prepare``, ``finalize``,
+        ``filter``, ``extend`` and ``extract``, and ``state`` and ``nbytes``.
+        """
+
+    def extend_rows(
+        self, features_BSF: mx.array, layers: list[Any], tokens_BS: mx.array, counts: Sequence[int] | None = None
+    ) -> None:
+        """Append ``counts[i]`` committed tokens to the context of each text ``i``, the first ones of its row.
+
+        ``None``: all of them, but for the padding that ``prepare`` announced.
+        """
+
+    def propose_rows(self, anchors_B: mx.array, length: int, layers: list[Any]) -> Proposal:
+        """Drafts ``[B, n]``, up to ``length`` a text, after ``anchors_B``; -1 where a text has fewer than others."""

@@ -28,7 +28,9 @@ class Drafts:
 
 @dataclass(frozen=True)
 class BlockRecord:
-    """The cost and the result of one block or one plain step.
+    """The cost and the result of one block or one plain step, of one text or of a batch of them.
+
+    Of a batch, ``accepted`` is that of the row with most accepted drafts, and ``matched`` that of the row with fewest.
 
     Args:
         drafted: How many tokens the drafter proposed.
@@ -41,7 +43,8 @@ class BlockRecord:
         source: As in :class:`Drafts`.
         asleep: Whether this was a plain step, without the drafter.
         outcomes: For each draft that directly follows a committed token, verified or not: whether it is what was
-            committed next. ``None`` for a chain with ``matched`` leading drafts.
+            committed next; in a batch, in which share of the rows that got so far. ``None`` for a chain with
+            ``matched`` leading drafts.
     """
 
     drafted: int
@@ -52,10 +55,10 @@ class BlockRecord:
     seconds: float
     source: str = ""
     asleep: bool = False
-    outcomes: Mapping[int, bool] | None = None
+    outcomes: Mapping[int, float] | None = None
 
     @property
-    def known_outcomes(self) -> Mapping[int, bool]:
+    def known_outcomes(self) -> Mapping[int, float]:
         """:attr:`outcomes`, or those of a chain with ``matched`` leading drafts."""
         if self.outcomes is not None:
             return self.outcomes

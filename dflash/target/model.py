@@ -16,7 +16,8 @@ from ..core.errors import GenerationError, IncompatibleModelsError
 from .caches import make_caches
 from .early import early_layers
 from .rewind import TargetCache, check_trees
-from .trial import first_difference, passes, tree_difference
+from .rows import RowsPass, check_batchable
+from .trial import first_difference, passes, rows_difference, tree_difference
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class LoadedTargetModel:
     ):
         self.model, self.folder = model, folder
         self._tree_difference: str | None = None  # not tried yet
+        self._rows_difference: str | None = None
         self.adapter = adapter or find_adapter(model)
         wrapped = tokenizer is None or isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = tokenizer if wrapped else TokenizerWrapper(tokenizer)
@@ -116,6 +118,18 @@ class LoadedTargetModel:
         hidden, features = self._forward(tokens, cache, layer_ids, rewindable=True, parents=parents)
         return self.head(hidden), features
 
+    def forward_rows(
+        self, tokens: mx.array, caches: list[Any], layer_ids: Sequence[int]
+    ) -> tuple[mx.array, mx.array, RowsPass]:
+        """Logits and features of a row of ``tokens [B, L]`` a text, as :meth:`forward_with_hidden_states` returns them.
+
+        ``caches`` are mlx-lm's batch caches. The pass that comes third says which tokens each row keeps, and must do so
+        before the next one.
+        """
+        rows_pass = RowsPass(caches, *tokens.shape)
+        hidden, features = self.adapter.forward(tokens, caches, layer_ids, early_layers(rows_pass.recorder))
+        return self.head(hidden), features, rows_pass
+
     def _forward(
         self,
         tokens: mx.array,
@@ -133,18 +147,18 @@ class LoadedTargetModel:
             recorder = early_layers(recorder)
         return self.adapter.forward(tokens, cache, layer_ids, recorder)
 
-    def check_trees(self, cache: TargetCache) -> None:
-        """Raise ``IncompatibleModelsError`` if no tree of drafts can be verified over ``cache``.
+    def check_batchable(self) -> None:
+        """Raise ``IncompatibleModelsError``, naming the layer, if several texts cannot be decoded at once.
 
-        The first call makes a few short passes, to see whether trees can set the positions that the model uses.
+        The first call makes a few short passes, since not every model heeds the padding of its rows.
         """
-        check_trees(cache)
-        if self._tree_difference is None:
-            self._tree_difference = tree_difference(self)
-        if self._tree_difference:
+        check_batchable(self.make_cache())
+        if self._rows_difference is None:
+            self._rows_difference = rows_difference(self)
+        if self._rows_difference:
             raise IncompatibleModelsError(
-                "This target computes something else for a tree of drafts than for its paths, so leave out tree: "
-                f"{self._tree_difference}."
+                "This target computes something else for several texts at once than for each alone, so decode one "
+                f"after another: {self._rows_difference}."
             )
 
     def make_cache(self, **options: Any) -> TargetCache:

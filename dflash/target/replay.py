@@ -14,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
     KVCache,
@@ -31,14 +33,22 @@ REMEMBERED: dict[type, tuple[str, ...]] = {
     RotatingKVCache: ("keys", "values", "offset", "_idx"),  # an update of several tokens makes new arrays
     KeptWindowCache: ("keys", "values", "offset", "_idx"),
 }
+_REMEMBERED_OF_ROWS: dict[type, tuple[str, ...]] = {
+    BatchKVCache: ("offset", "_idx"),
+    BatchRotatingKVCache: ("keys", "values", "offset", "left_padding", "_idx", "_offset", "rotated"),
+}
 
 
 def _remember(cache: Any) -> Any:
-    """The cache's state, by reference: MLX arrays are immutable, and only lists are changed in place."""
+    """The cache's state, by reference but for what is changed in place: lists, and a batch's numbers by row."""
     if isinstance(cache, CacheList):
         return [_remember(member) for member in cache.caches]
-    values = {name: getattr(cache, name) for name in REMEMBERED[type(cache)]}
-    return {name: list(v) if isinstance(v, list) else v for name, v in values.items()}
+    values = {name: getattr(cache, name) for name in (REMEMBERED | _REMEMBERED_OF_ROWS)[type(cache)]}
+    return {name: list(v) if isinstance(v, list) else _by_row(v) for name, v in values.items()}
+
+
+def _by_row(value: Any) -> Any:
+    return mx.array(value) if isinstance(value, mx.array) and value.ndim == 1 else value
 
 
 def restore(cache: Any, before: Any) -> None:
@@ -146,6 +156,24 @@ class LayerCall:
             products = [(owner, name, product.rewound(kept)) for owner, name, product in self.products]
             with standing_in(products):
                 self.layer(*args, **dict(zip(self.kwargs, kwargs, strict=True)))
+
+    def replay_rows(self, kept: Sequence[int]) -> None:
+        """Leave each row's state as it is after the first ``kept[row]`` tokens, entries of all as they are.
+
+        The whole block runs again, as a prompt with padding on the right: lengths and mask say where each row ends.
+        """
+        restore(self.cache, self.before)
+        for member in self.cache.caches if isinstance(self.cache, CacheList) else [self.cache]:
+            member.prepare(lengths=list(kept))
+        mask_BL = mx.arange(self.shape[1]) < mx.array(list(kept))[:, None]
+
+        def masked(value: Any) -> Any:
+            is_mask = isinstance(value, mx.array) and value.dtype == mx.bool_ and value.shape == self.shape
+            return mask_BL if is_mask else value
+
+        products = [(owner, name, product.rewound(self.shape[1])) for owner, name, product in self.products]
+        with standing_in(products):
+            self.layer(*map(masked, self.args), **{name: masked(value) for name, value in self.kwargs.items()})
 
 
 @dataclass

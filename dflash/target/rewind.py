@@ -175,12 +175,12 @@ class TargetCache(list[Any]):
         It holds the present arrays: drop it before the pass is evaluated, or the caches copy them in order to grow.
         """
         self._quantize()  # replaces caches, so it must not happen within the pass
-        members = [member for cache in self for member in _members(cache)]
-        before = [{name: _alias(value) for name, value in vars(member).items()} for member in members]
+        held = [member for cache in self for member in members(cache)]
+        before = [{name: _alias(value) for name, value in vars(member).items()} for member in held]
         fed, begun, recorder = self._fed, self._begun, self._recorder
 
         def undo() -> None:
-            for member, values in zip(members, before, strict=True):
+            for member, values in zip(held, before, strict=True):
                 vars(member).update(values)
             self._fed, self._begun, self._recorder = fed, begun, recorder
 
@@ -234,21 +234,22 @@ def _alias(value: Any) -> Any:
     return type(value)(_alias(v) for v in value) if isinstance(value, list | tuple) else value
 
 
-def _members(cache: Any) -> Sequence[Any]:
+def members(cache: Any) -> Sequence[Any]:
+    """The caches in a list of caches; any other cache alone."""
     return cache.caches if isinstance(cache, CacheList) else [cache]
 
 
 def _needs_replay(cache: Any) -> bool:
-    return any(type(member) is ArraysCache for member in _members(cache))
+    return any(type(member) is ArraysCache for member in members(cache))
 
 
 def _offset(cache: Any) -> int | None:
-    return next((c.offset for c in _members(cache) if hasattr(c, "offset")), None)
+    return next((c.offset for c in members(cache) if hasattr(c, "offset")), None)
 
 
 def _rule(cache: Any) -> str | None:
     known: Iterable[type] = REMEMBERED if _needs_replay(cache) else RULES
-    if not all(type(member) in known for member in _members(cache)):
+    if not all(type(member) in known for member in members(cache)):
         return None
     return "replay" if _needs_replay(cache) else RULES[type(cache)].__name__.lstrip("_")
 

@@ -301,6 +301,30 @@ def tree_equals_its_paths(trial: Trial) -> None:
         assert_same_caches(tree, paths, f"of the path {way[1:]}")
 
 
+ROWS = (3, 11, 7)
+"""Tokens of the texts that become rows."""
+
+
+def rows_equal_texts(trial: Trial) -> None:
+    """Rows that keep different numbers of tokens have their texts' logits, and leave the batch with their caches."""
+    target, chance = trial.target, random.Random(trial.seed)
+    texts = [target.make_cache() for _ in ROWS]
+    for cache, length in zip(texts, ROWS, strict=True):
+        target.forward_hidden(trial.tokens(length, trial.seed), cache, ())
+    rows = [layer[0].merge(list(layer)) for layer in zip(*texts, strict=True)]
+    for number in range(trial.rounds):
+        block = chance.randint(1, BLOCK)
+        kept = [chance.randint(1, block) for _ in ROWS]
+        tokens = mx.concatenate([trial.tokens(block, chance.getrandbits(32)) for _ in ROWS])
+        logits, _, rows_pass = target.forward_rows(tokens, rows, ())
+        rows_pass.keep(kept)
+        for row, (cache, count) in enumerate(zip(texts, kept, strict=True)):
+            expected, _ = target.forward_with_hidden_states(tokens[row : row + 1, :count], cache, ())
+            where = f"of row {row} (round {number}, {kept} of {block} kept)"
+            assert_close(f"logits {where}", logits[row : row + 1, :count], expected)
+            assert_same_caches([layer.extract(row) for layer in rows], cache, where)
+
+
 TRIAL: dict[str, Callable[[Trial], None]] = {
     "every cache can be rewound": _caches,
     "the adapter's parts fit the model": _parts,
@@ -325,6 +349,11 @@ def first_difference(target: "LoadedTargetModel") -> str | None:
 def tree_difference(target: "LoadedTargetModel") -> str:
     """What a tree of drafts changes that it should not; empty if nothing."""
     return run(tree_equals_its_paths, Trial(target)).rstrip(".")
+
+
+def rows_difference(target: "LoadedTargetModel") -> str:
+    """What decoding several texts at once changes that it should not; empty if nothing."""
+    return run(rows_equal_texts, Trial(target, rounds=4)).rstrip(".")
 
 
 def run(check: Callable[[Any], None], trial: Any) -> str:

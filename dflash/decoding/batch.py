@@ -1,0 +1,285 @@
+"""The decode loop of several texts at once: the page of :mod:`.loop` again, a row a text, inside mlx-lm's batches.
+
+mlx-lm's ``BatchGenerator`` admits texts, reads their prompts together and lets finished ones go, at any step. A row's
+caches hold what it has answered; the token after that, its anchor, is known. A block
+
+1. asks the drafter for ``k`` drafts after each row's anchor, in one pass,
+2. runs the target once over the anchors and drafts of all rows,
+3. counts in each row the leading drafts that are the target's own choices,
+4. answers each row's anchor and accepted drafts; the target's own next token is the row's new anchor,
+5. keeps exactly these tokens in the row's caches, the target's and the drafter's.
+
+No row waits for another: each keeps what was right in it. A policy decides ``k`` for all rows, by what blocks of so
+many rows cost; where none pays, the step is mlx-lm's own.
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, GenerationBatch
+from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
+
+from ..drafters.checks import check_drafted
+from ..drafters.protocol import Drafter
+from ..drafters.rows import NO_DRAFT, TextByText, for_batches
+from ..policies.base import BlockRecord, Drafts, Policy
+from ..target import LoadedTargetModel
+from .block import Block, call_policy, check_committed
+from .sampling import DrawingSampler, Sampler, process_logits
+from .verify import NO_TOKEN, accepted_length, sample_target
+
+logger = logging.getLogger(__name__)
+
+WAITING = 64  # plain steps whose features are kept for the drafter, at most
+
+
+class Tapped:
+    """Target and drafter as one model for mlx-lm: the drafter's context is further layers of the list of caches.
+
+    Args:
+        target: The model whose texts are written.
+        drafter: Proposes tokens; one that drafts for one text only is asked for each in turn.
+        policy: The policy for a number of rows.
+        block_size: Most tokens of a row in one pass.
+        max_length: Most tokens of a row.
+        clock: Returns seconds, for the policy.
+    """
+
+    def __init__(
+        self,
+        target: LoadedTargetModel,
+        drafter: Drafter,
+        policy: Callable[[int], Policy],
+        block_size: int,
+        max_length: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.target, self.drafter, self.policy = target, for_batches(drafter), policy
+        self.block_size, self.max_length, self.clock = block_size, max_length, clock
+        self.target_layers = len(make_prompt_cache(target.model))
+        self.waiting: list[tuple[mx.array, mx.array]] | None = None
+        """Features and tokens of plain steps, for the drafter's context; ``None`` while it takes them at once."""
+        if isinstance(self.drafter, TextByText):
+            logger.info("%s drafts for one text after another; the target reads all at once.", type(drafter).__name__)
+
+    def make_cache(self) -> list[Any]:
+        """New, empty caches of one text: the target's, then the drafter's."""
+        return [*make_prompt_cache(self.target.model), *self.drafter.make_layers()]
+
+    def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
+        """Logits ``[B, L, V]``; both models' caches take in the tokens."""
+        layer_ids = self.drafter.target_layer_ids
+        hidden, features = self.target.forward_hidden(tokens_BL, cache[: self.target_layers], layer_ids)
+        if self.waiting is None:
+            self.drafter.extend_rows(features, cache[self.target_layers :], tokens_BL)
+        else:
+            self.waiting.append((features, tokens_BL))
+        return self.target.head(hidden)
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """What one pass answered in one row.
+
+    ``block.tokens`` are the row's anchor and the accepted drafts, and its last token if that ends it. With the last
+    block come the reason, the row's caches, and the tokens that these hold: all but the last, if that was not fed.
+    """
+
+    uid: int
+    block: Block
+    finish_reason: str | None = None
+    prompt_cache: list[Any] | None = None
+    all_tokens: list[int] | None = None
+
+
+class SpeculativeBatch(GenerationBatch):
+    """mlx-lm's running batch, whose step verifies drafts."""
+
+    model: Any  # Tapped
+    samplers: Any
+    logits_processors: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._waiting: list[tuple[mx.array, mx.array]] = []  # of the plain steps that the drafter has not seen yet
+        super().__init__(*args, **kwargs)
+
+    def next(self) -> list[Any]:
+        """One step of every row: a :class:`RowBlock` each."""
+        if not self.uids:
+            return []
+        policy = self.model.policy(len(self.uids))
+        most = 0 if call_policy(policy.sleep) else self._most_drafts()
+        length = min(call_policy(policy.draft_length, most), most) if most else 0
+        verified = min(call_policy(policy.verify_length, Drafts(length)), length) if length else 0
+        return self._block(policy, length, verified) if verified else self._plain_step(policy)
+
+    def _most_drafts(self) -> int:
+        """As many as the row that needs most can use, while no row is fed more tokens than its positions allow."""
+        needed = max(most - answered for most, answered in zip(self.max_tokens, self._num_tokens, strict=True))
+        room = min(self.model.max_length - len(tokens) for tokens in self.tokens)
+        return max(min(self.model.block_size, needed, room) - 1, 0)
+
+    def _block(self, policy: Policy, length: int, verified: int) -> list[RowBlock]:
+        """Draft ``length`` tokens a row, verify ``verified`` of them, answer what each row accepted."""
+        self._settle()
+        mx.eval(self._next_tokens)  # a plain step computes them ahead
+        started = self.model.clock()
+        target, drafter, (of_target, of_drafter) = self.model.target, self.model.drafter, self._layers()
+        anchors_B = self._next_tokens.astype(mx.uint32)
+        drafts_BK = drafter.propose_rows(anchors_B, length, of_drafter).tokens[:, :verified].astype(mx.int32)
+        mx.async_eval(drafts_BK)
+        inputs_BL = mx.concatenate([anchors_B[:, None], self._embeddable(drafts_BK)], axis=1)
+        logits_BLV, features_BLF, target_pass = target.forward_rows(inputs_BL, of_target, drafter.target_layer_ids)
+        own_BL = self._own_tokens(inputs_BL, logits_BLV)
+        mx.eval(drafts_BK, own_BL, features_BLF)
+
+        anchors, drafts, own = (cast(list[Any], tokens.tolist()) for tokens in (anchors_B, drafts_BK, own_BL))
+        blocks, reasons, kept, following = [], [], [], []
+        for row, anchor in enumerate(anchors):
+            drafted = [token for token in drafts[row] if token != NO_DRAFT]
+            check_drafted(drafter, drafted, target.vocab_size)
+            accepted = accepted_length(drafted, own[row])
+            check_committed(target, own[row][: accepted + 1])
+            tokens, reason = self._until_end(row, [anchor, *drafted[:accepted]])
+            kept.append(len(tokens))
+            following.append(own[row][len(tokens) - 1])
+            if reason is None and (reason := self._ends_with(row, following[row])):
+                tokens.append(following[row])
+            blocks.append(Block(drafted, tokens, accepted, proposed=length))
+            reasons.append(reason)
+        self._keep(kept, inputs_BL, features_BLF, target_pass)
+        self._next_tokens, self._next_logprobs = mx.array(following, mx.uint32), [None] * len(following)
+        mx.async_eval([cache.state for cache in self.prompt_cache])
+        policy.observe(_record(blocks, length, verified, self.model.clock() - started))
+        return self._answer(blocks, reasons)
+
+    def _own_tokens(self, inputs_BL: mx.array, logits_BLV: mx.array) -> mx.array:
+        """The target's choice ``[B, L]`` at each position, by each row's own processors and sampler."""
+        if not any(self.logits_processors) and all(sampler is self.samplers[0] for sampler in self.samplers):
+            rows, length, vocab_size = logits_BLV.shape
+            return _choose(logits_BLV.reshape(-1, vocab_size), self.samplers[0]).reshape(rows, length)
+        chosen = []
+        for row, processors in enumerate(self.logits_processors):
+            text = mx.concatenate([mx.array(self.tokens[row], mx.uint32), inputs_BL[row]])
+            chosen.append(_choose(process_logits(processors, text, logits_BLV[row]), self.samplers[row]))
+        return mx.stack(chosen)
+
+    def _until_end(self, row: int, tokens: list[int]) -> tuple[list[int], str | None]:
+        """The tokens up to where the row ends, and why it ends there."""
+        for count, token in enumerate(tokens, start=1):
+            self._num_tokens[row] += 1
+            if self._matchers[row].advance(token):
+                return tokens[:count], "stop"
+            if self._num_tokens[row] >= self.max_tokens[row]:
+                return tokens[:count], "length"
+        return tokens, None
+
+    def _ends_with(self, row: int, token: int) -> str | None:
+        """Why the row ends with ``token``, its next one; then no pass has to read it."""
+        if copy.copy(self._matchers[row]).advance(token):
+            return "stop"
+        return "length" if self._num_tokens[row] + 1 >= self.max_tokens[row] else None
+
+    def _keep(self, kept: list[int], inputs_BL: mx.array, features_BLF: mx.array, target_pass: Any) -> None:
+        """Bring both models' caches to the first ``kept[row]`` inputs of each row, and the rows' texts too."""
+        target_pass.keep(kept)
+        self.model.drafter.extend_rows(features_BLF, self._layers()[1], inputs_BL, kept)
+        for row, (inputs, count) in enumerate(zip(cast(list[Any], inputs_BL.tolist()), kept, strict=True)):
+            self.tokens[row] += inputs[:count]
+            if self.logits_processors[row]:  # plain steps show it to them
+                self._token_context[row] = TokenBuffer(self.tokens[row])
+
+    def _answer(self, blocks: list[Block], reasons: list[str | None]) -> list[RowBlock]:
+        """The rows' blocks; those that end leave the batch with their caches."""
+        answers = []
+        for row, (block, reason) in enumerate(zip(blocks, reasons, strict=True)):
+            last = (self.extract_cache(row), self.tokens[row]) if reason else (None, None)
+            answers.append(RowBlock(self.uids[row], block, reason, *last))
+        if any(reasons):
+            self.filter([row for row, reason in enumerate(reasons) if reason is None])
+        return answers
+
+    def _plain_step(self, policy: Policy) -> list[RowBlock]:
+        """mlx-lm's own step, one token a row. The drafter's context gets several steps' tokens at once, later."""
+        started, self.model.waiting = self.model.clock(), self._waiting
+        try:
+            answers = super().next()
+        finally:
+            self.model.waiting = None
+        policy.observe(BlockRecord(0, 0, 0, 0, None, self.model.clock() - started, asleep=True))
+        if len(self._waiting) >= WAITING:
+            self._settle()
+        return [
+            RowBlock(a.uid, Block([], [a.token], 0, asleep=True), a.finish_reason, a.prompt_cache, a.all_tokens)
+            for a in answers
+        ]
+
+    def _settle(self) -> None:
+        """Give the drafter the tokens of the plain steps. Called before a block, and before rows change."""
+        if self._waiting:
+            features, tokens = (mx.concatenate(list(steps), axis=1) for steps in zip(*self._waiting, strict=True))
+            self._waiting.clear()
+            self.model.drafter.extend_rows(features, self._layers()[1], tokens)
+
+    def _layers(self) -> tuple[list[Any], list[Any]]:
+        """The target's caches and the drafter's."""
+        return self.prompt_cache[: self.model.target_layers], self.prompt_cache[self.model.target_layers :]
+
+    def _embeddable(self, drafts_BK: mx.array) -> mx.array:
+        """Ids are checked once they are known. Until then none may index outside the embedding."""
+        return mx.clip(drafts_BK, 0, self.model.target.vocab_size - 1).astype(mx.uint32)
+
+    def extend(self, batch: GenerationBatch) -> None:
+        """Take in the rows of another batch."""
+        self._settle()
+        super().extend(batch)
+
+    def filter(self, keep: list[int]) -> None:
+        """Keep these rows."""
+        self._settle()
+        super().filter(keep)
+
+    def extract_cache(self, idx: int) -> list[Any]:
+        """The caches of one row, as it would have them alone."""
+        self._settle()
+        return super().extract_cache(idx)
+
+
+class SpeculativeGenerator(BatchGenerator):
+    """mlx-lm's ``BatchGenerator`` over a :class:`Tapped` model; its generation responses are :class:`RowBlock`."""
+
+    def __init__(self, model: Tapped, **options: Any):
+        super().__init__(cast(Any, model), stream=mx.default_stream(mx.default_device()), **options)
+        self._generation_batch = SpeculativeBatch.empty(cast(Any, model), self.sampler)
+
+
+def _choose(logits_NV: mx.array, sampler: Sampler) -> mx.array:
+    """:func:`sample_target`, without the random states that one text alone returns to."""
+    if not isinstance(sampler, DrawingSampler):
+        return sample_target(logits_NV, sampler)
+    total_N1 = mx.logsumexp(logits_NV, axis=-1, keepdims=True)
+    return mx.where(mx.isnan(total_N1[:, 0]), NO_TOKEN, sampler(logits_NV - total_N1).astype(mx.int32))
+
+
+def _record(blocks: Sequence[Block], drafted: int, verified: int, seconds: float) -> BlockRecord:
+    """The rows' blocks as one: its drafts were right in the share of rows in which those before were."""
+    right, tried = [0] * verified, [0] * verified
+    for block in blocks:
+        for i in range(min(block.accepted + 1, len(block.drafted))):
+            tried[i] += 1
+            right[i] += i < block.accepted
+    accepted = [block.accepted for block in blocks]
+    return BlockRecord(
+        drafted=drafted,
+        verified=verified,
+        accepted=max(accepted),
+        matched=min(accepted),
+        confidence=None,
+        seconds=seconds,
+        outcomes={i: r / t for i, (r, t) in enumerate(zip(right, tried, strict=True)) if t},
+    )

@@ -1,0 +1,207 @@
+"""Each row of a batch writes what its text is alone, whatever is accepted, and leaves with the caches of that text."""
+
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import StopSequences, generate_step
+from mlx_lm.sample_utils import make_logits_processors
+from support.models import ScriptedCache
+from support.row_targets import ROW_TARGETS, WINDOW, row_target
+
+from dflash import BlockRecord, Policy, Proposal
+from dflash.decoding.batch import SpeculativeGenerator, Tapped
+from dflash.target.compare import assert_same_caches
+
+TEXTS, MOST, BLOCK = 5, 28, 8
+
+
+# --- what is compared ---------------------------------------------------------------------------------------
+
+
+def second_of_three(logprobs: mx.array) -> mx.array:
+    """Draws that a script decides: sometimes not the best token, by the numbers of the best."""
+    best = mx.argsort(-logprobs, axis=-1)
+    odd = mx.floor(-100 * mx.max(logprobs, axis=-1)).astype(mx.int32) % 3 == 0
+    return mx.where(odd, best[:, 1], best[:, 0])
+
+
+SAMPLING = {
+    "greedy": (None, ()),
+    "scripted draws": (second_of_three, ()),
+    "logit bias": (None, tuple(make_logits_processors(logit_bias={1: 2.0, 5: -3.0}))),
+    "repetition penalty": (None, tuple(make_logits_processors(repetition_penalty=1.3, repetition_context_size=6))),
+}
+
+
+def prompts(name: str, long: bool) -> list[list[int]]:
+    """Of different lengths; long ones do not fit into a window."""
+    chance = random.Random(len(name))
+    lengths = [3, 2 * WINDOW + 5, 9, 1, WINDOW] if long else [3, 7, 5, 1, 4]
+    return [[chance.randrange(small_vocab(name)) for _ in range(length)] for length in lengths]
+
+
+def small_vocab(name: str) -> int:
+    return row_target(name).vocab_size
+
+
+@lru_cache(maxsize=256)
+def alone(name: str, sampling: str, long: bool) -> list[list[int]]:
+    """Plain mlx-lm's text of each prompt."""
+    sampler, processors = SAMPLING[sampling]
+    model, texts = row_target(name).model, []
+    for prompt in prompts(name, long):
+        steps = generate_step(
+            mx.array(prompt), model, max_tokens=MOST, sampler=sampler, logits_processors=list(processors)
+        )
+        texts.append([int(token) for token, _ in steps])
+    return texts
+
+
+@dataclass
+class Script:
+    """Drafts each text's own continuation, each token right with its text's chance."""
+
+    texts: list[list[int]]
+    chances: list[float]
+    vocab_size: int
+    block_size: int = BLOCK
+    target_layer_ids: tuple[int, ...] = (0,)
+    chance: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def bind(self, target) -> None: ...
+
+    def make_cache(self) -> ScriptedCache:
+        return ScriptedCache()
+
+    def extend_context(self, features: mx.array, cache: ScriptedCache, tokens: mx.array) -> None:
+        assert features.shape[:2] == tokens.shape
+        assert features.shape[2] > 0
+        cache.tokens += tokens[0].tolist()
+        cache.features.append(features)
+
+    def propose(self, anchor: mx.array, length: int, cache: ScriptedCache) -> Proposal:
+        read = [*cache.tokens, anchor.item()]
+        number = next(i for i, text in enumerate(self.texts) if text[: len(read)] == read)
+        planned = self.texts[number][len(read) :][:length]
+        right = [self.chance.random() < self.chances[number] for _ in planned]
+        drafts = [t if ok else (t + 1) % self.vocab_size for t, ok in zip(planned, right, strict=True)]
+        return Proposal(mx.array([drafts], mx.int32).reshape(1, len(drafts)))
+
+
+ACCEPTANCE = {"all": [1.0] * TEXTS, "none": [0.0] * TEXTS, "ragged": [0.9, 0.3, 0.7, 1.0, 0.0]}
+
+
+class Alternate(Policy):
+    """Blocks of changing length, with plain steps between them."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def sleep(self) -> int:
+        return int(self.steps % 5 in (2, 3))
+
+    def draft_length(self, most: int) -> int:
+        return min(most, 1 + self.steps % 4 * 2)
+
+    def observe(self, block: BlockRecord) -> None:
+        assert block.seconds >= 0
+        self.steps += 1
+
+
+POLICIES = {"whole blocks": Policy, "blocks and plain steps": Alternate}
+
+
+def check(name, rows, acceptance, sampling, events, policy="whole blocks"):
+    """Decode with ``rows`` at once, and compare every text, and the caches with which each leaves."""
+    target, long = row_target(name), "long prompts" in events
+    texts, asked = alone(name, sampling, long), prompts(name, long)
+    count = TEXTS if "joins" in events or rows == TEXTS else rows
+    whole = [prompt + text for prompt, text in zip(asked, texts, strict=True)][:count]
+    drafter = Script(whole, ACCEPTANCE[acceptance], target.vocab_size)
+    policies = POLICIES[policy]()
+    model = Tapped(target, drafter, lambda rows: policies, BLOCK, 4096)
+    limits, stops = [MOST] * count, [[] for _ in range(count)]
+    if "ends" in events:  # in the middle of blocks, and one with its first token
+        limits = [MOST, 13, MOST, 1, 6][:count]
+        stops[0] = [[texts[0][10]]]
+    expected = [text[:limit] for text, limit in zip(texts, limits, strict=False)]
+    for i, stop in enumerate(stops):
+        if stop:
+            expected[i] = expected[i][: expected[i].index(stop[0][0]) + 1]
+    generator = SpeculativeGenerator(model, completion_batch_size=rows, prefill_batch_size=min(rows, 2))
+    sampler, processors = SAMPLING[sampling]
+    uids = generator.insert(
+        asked[:count],
+        limits,
+        samplers=[(lambda logprobs: sampler(logprobs)) if sampler else None for _ in range(count)],
+        logits_processors=[list(processors)] * count,
+        stop_sequences=[StopSequences(stop) for stop in stops],
+    )
+    removed = uids[1] if "removed" in events and count > 1 else None
+    got, blocks, widths = {uid: [] for uid in uids}, 0, set()
+    while answers := generator.next_generated():
+        widths.add(len({a.uid for a in answers}))
+        assert len({a.uid for a in answers}) == len(answers)
+        for a in answers:
+            blocks += a.block.accepted > 0
+            got[a.uid] += a.block.tokens
+            if a.finish_reason is not None:
+                check_caches(target, model, a, asked[uids.index(a.uid)] + got[a.uid])
+        if removed is not None and len(got[removed]) > 4:
+            generator.remove([removed])
+            removed, left = None, got.pop(removed)
+            assert left == expected[1][: len(left)]
+    generator.close()
+    assert got == {uid: expected[uids.index(uid)] for uid in got}
+    assert max(widths) > 1 or rows == 1
+    assert blocks or acceptance == "none"
+
+
+def check_caches(target, model, answer, text):
+    """Those of a text that was fed alone."""
+    held = answer.all_tokens
+    assert held in (text, text[:-1])
+    fed, script = target.make_cache(), answer.prompt_cache[-1]
+    for start in range(0, len(held), 7):
+        _, features = target.forward_hidden(mx.array([held[start : start + 7]]), fed, (0,))
+    assert_same_caches(answer.prompt_cache[: model.target_layers], fed, f"after {len(held)} tokens")
+    assert script.caches[0].tokens == held
+    last = mx.concatenate(script.caches[0].features, axis=1)[:, -features.shape[1] :]
+    assert mx.allclose(last, features, rtol=1e-3, atol=1e-3).item()
+
+
+EVENTS = ("ends", "joins", "removed", "long prompts")
+SOME = [
+    *((name, 3, "ragged", "greedy", EVENTS, "whole blocks") for name in ROW_TARGETS),
+    *((name, 2, "ragged", "greedy", ("long prompts",), "blocks and plain steps") for name in ROW_TARGETS),
+    ("full", 1, "all", "greedy", ("ends",), "whole blocks"),
+    ("full and sliding", 5, "all", "scripted draws", ("ends", "removed"), "whole blocks"),
+    ("full", 5, "none", "repetition penalty", ("ends", "long prompts"), "blocks and plain steps"),
+    ("sliding", 5, "none", "logit bias", ("joins",), "whole blocks"),
+    ("sliding", 2, "all", "repetition penalty", EVENTS, "blocks and plain steps"),
+    ("gated delta net", 5, "ragged", "logit bias", ("ends",), "whole blocks"),
+    ("short convolution", 1, "ragged", "scripted draws", ("long prompts",), "blocks and plain steps"),
+    ("mamba 2", 5, "ragged", "repetition penalty", ("removed", "long prompts"), "whole blocks"),
+    ("sinks", 5, "ragged", "scripted draws", EVENTS, "blocks and plain steps"),
+    ("experts", 1, "none", "greedy", ("joins", "ends"), "whole blocks"),
+]
+EVERY = list(
+    product(ROW_TARGETS, (1, 2, 3, 5), ACCEPTANCE, SAMPLING, [(), *((event,) for event in EVENTS), EVENTS], POLICIES)
+)
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: " ".join(map(str, case)))
+def test_each_row_is_its_text_alone(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROW_TARGETS)
+def test_each_row_is_its_text_alone_in_every_combination(name):
+    for case in EVERY:
+        if case[0] == name:
+            check(*case)

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..core.errors import DFlashError, one_line
-from . import adapters, bench, data, decode, evaluate, fit, imports, prompt_cache, quantize, report, study, training
+from . import adapters, bench, chat, data, decode, evaluate, fit, imports, prompt_cache, quantize, report, study, training
 
 LONGEST_ERROR = 2000  # characters
 
@@ -67,7 +67,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (decode, prompt_cache, bench, evaluate, imports, data, fit, training, study, report, quantize):
+for part in (decode, chat, prompt_cache, bench, evaluate, imports, data, fit, training, study, report, quantize):
     app.add_typer(part.app)  # without a name: its commands stand next to each other
 app.add_typer(adapters.app, name="adapters")
 

@@ -117,15 +117,19 @@ def register_policy(name: str) -> Callable[[PolicyFactory], PolicyFactory]:
 POLICIES.register("full")(Policy)
 
 
-class Fixed(Policy):
-    """Drafts and verifies ``length`` tokens in each block."""
-
 PLAIN_TOKENS = 256
 """Most plain steps in a row of ``Fixed(0)``: the drafter's features are kept until the last of them."""
 
 
+class Fixed(Policy):
+    """Drafts and verifies ``length`` tokens in each block; 0 is plain decoding without the drafter."""
+
     def __init__(self, length: int):
         self.length = length
+
+    def sleep(self) -> int:
+        """Always, if nothing would be verified."""
+        return 0 if self.length else PLAIN_TOKENS
 
     def draft_length(self, most: int) -> int:
         """As many as are verified: a drafter that fills short blocks quicker is not asked for whole ones."""

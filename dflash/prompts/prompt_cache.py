@@ -54,6 +54,8 @@ class PromptCache:
     def __init__(self, target: LoadedTargetModel, drafter: Drafter, **cache_options: Any):
         self.target, self.drafter, self._options = target, drafter, cache_options
         self.tokens: list[int] = []
+        self.reused = 0
+        """How many tokens of the last prompt were not read again."""
         self.target_cache = target.make_cache(**cache_options)
         self.draft_cache = drafter.make_cache()
 
@@ -86,8 +88,8 @@ class PromptCache:
             )
             self._reset()
         self.target_cache.quantization = quantization
-        cached, self.tokens = len(self.tokens), []
-        return cached
+        self.reused, self.tokens = len(self.tokens), []
+        return self.reused
 
     def end(self, tokens: list[int], wanted: int) -> None:
         """Take the caches back from a request: they hold a prefix of ``tokens``, of which ``wanted`` are in the text.

@@ -1,7 +1,7 @@
 """Runs are fair and say who failed: alternation, identity, sampling, room for the answer."""
 
 from contextlib import contextmanager
-from itertools import groupby
+from operator import eq
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -91,9 +91,13 @@ def test_sides_that_answer_together_alternate_by_pieces_and_sample_each_for_itse
     together = answers(together=True)
     assert together.difference is None  # sampled tokens are not compared
     assert together.plain[0].tokens == together.dflash[0].tokens == alone.plain[0].tokens == alone.dflash[0].tokens
-    after_warm_up = [len(list(group)) for _, group in groupby(calls[200:])]
-    assert sum(after_warm_up) == 200
-    assert max(after_warm_up) <= 2 * runs.PIECE, "who went last in one turn goes first in the next"
+    assert len(calls) == 400  # of them 200 to warm up
+    starts = range(202, 400, 2 * runs.PIECE)
+    turns = [calls[200:202], *(calls[i : i + 2 * runs.PIECE] for i in starts)]  # a token each, then a piece each
+    assert all(len(turn) == 2 * turn.count("p") == 2 * turn.index({"p": "d", "d": "p"}[turn[0]]) for turn in turns)
+    first = [turn[0] for turn in turns]
+    assert set(first) == {"p", "d"}, "neither is always first"
+    assert any(map(eq, first, first[1:])), "nor do they take turns: that would be a rhythm of its own"
     assert 0 < together.plain[0].seconds < together.plain[0].request_seconds
 
 

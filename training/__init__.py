@@ -13,7 +13,7 @@ A whole run     load_recipe, Recipe, run_recipe, read_log
 Data            prepare, PrepareSettings, open_dataset
 A loop          Batches, with_target_pass, new_drafter, drafter_loss; fit, FitSettings
 An objective    register_objective, Predictions
-A callback      register_callback, RunInfo
+A callback      register_callback, RunInfo, StopTraining
 
 These names load on first use.
 """
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .batches import Batches as Batches
     from .callbacks import RunInfo as RunInfo
+    from .callbacks import StopTraining as StopTraining
     from .callbacks import register_callback as register_callback
     from .data.dataset import open_dataset as open_dataset
     from .data.prepare import PrepareSettings as PrepareSettings
@@ -47,6 +48,7 @@ _MODULE_OF = {
     "PrepareSettings": "data.prepare",
     "Recipe": "recipe",
     "RunInfo": "callbacks",
+    "StopTraining": "callbacks",
     "drafter_loss": "drafters.loss",
     "fit": "loop.fit",
     "load_recipe": "recipe",

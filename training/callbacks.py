@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
+from dflash.core.errors import StopTraining as StopTraining
 from dflash.core.registry import Registry
 
 from .loop.run import OnLog
@@ -16,10 +19,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that a callback listens to: its folder, and its recipe as plain data."""
+    """The run that a callback listens to: its folder, its recipe as plain data, and what it trains.
+
+    ``model`` is the drafter and ``optimizer`` the one of ``mlx.optimizers``, both as they are when a line comes. They
+    are to be read: what a callback changes in them, a run that continues does not change again.
+    """
 
     folder: Path
     recipe: dict[str, Any]
+    model: nn.Module
+    optimizer: Any
 
 
 Callback = Callable[[RunInfo], OnLog]
@@ -33,7 +42,9 @@ def register_callback(name: str) -> Callable[[Callback], Callback]:
 
     The function takes a :class:`RunInfo` and returns a function of one log line: a dict with ``step``, ``time``,
     ``seconds``, ``peak_memory_gb`` and, for a report, ``loss``, ``grad_norm``, ``learning_rate`` and
-    ``tokens_per_s``; for an evaluation, its results. If it raises, the run continues without it. Only rank 0 calls it.
+    ``tokens_per_s``; for an evaluation, its results. If it raises :class:`StopTraining`, the run makes one more step,
+    saves and ends as after Ctrl-C, with exit code 0; the same command continues. If it raises anything else, the run
+    continues without it. Only rank 0 calls it.
     Other packages announce theirs under the entry-point group ``dflash.callbacks``.
     """
     return CALLBACKS.register(name)

@@ -49,6 +49,7 @@ from .features import (
 from .identity import check_same_run, require_same
 from .loop.distributed import Ranks
 from .loop.fit import fit
+from .loop.optimizer import Optimizer
 from .loop.run import OnLog, checkpoint_to_continue
 from .loop.run_folder import BEFORE_DECAY, BEST, LOG, RECIPE, STATE
 from .loop.settings import FitSettings, LoopSettings
@@ -78,7 +79,7 @@ def train(recipe: Recipe, on_log: OnLog | None = None, *, trust_remote_code: boo
 
     Raises ``DFlashError`` for bad data, a loss that blows up, and a run folder that belongs to another recipe, is in
     use or cannot be written to; ``OSError`` for a full disk; and, once the step is saved, ``KeyboardInterrupt`` after
-    Ctrl-C.
+    Ctrl-C and ``StopTraining`` where a callback ends the run.
     """
     keep_freed_memory()
     wait_for_this_thread()
@@ -238,10 +239,12 @@ def _train(training: _Training, ranks: Ranks, on_log: OnLog | None) -> Path:
     identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(training.sequences)}
     ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
     _announce(settings, batches, ranks)
+    optimizer = Optimizer(drafter.trainable_parameters(), settings.optimizer, settings.steps)
     listening: list[OnLog] = []
     if ranks.is_main:
         _begin(folder, identity, settings, drafter)
-        listening = listeners(recipe.run.callbacks, RunInfo(folder, identity["recipe"]), on_log)
+        about = RunInfo(folder, identity["recipe"], drafter, optimizer.inner)
+        listening = listeners(recipe.run.callbacks, about, on_log)
         if not (folder / STATE).exists():
             training.log_evaluation_time(prompts)
     fit(
@@ -256,6 +259,7 @@ def _train(training: _Training, ranks: Ranks, on_log: OnLog | None) -> Path:
         ranks=ranks,
         identity=identity,
         on_log=listening,
+        optimizer=optimizer,
     )
     finished = folder / FINISHED
     if ranks.is_main:

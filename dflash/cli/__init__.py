@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..core.errors import DFlashError, one_line
+from ..core.errors import DFlashError, StopTraining, one_line
+from ..core.registry import plugin_error
 from . import adapters, bench, chat, data, decode, evaluate, fit, imports, prompt_cache, quantize, report, study, training
 
 LONGEST_ERROR = 2000  # characters
@@ -37,10 +38,18 @@ class _OneLineErrors(TyperGroup):
             if stop.args:  # what is there
                 print(stop, file=sys.stderr)
             raise typer.Exit(130) from None
+        except StopTraining:  # the log says it, with what to do
+            raise typer.Exit(0) from None
         except (DFlashError, OSError) as error:
             if ctx.params.get("debug"):
                 raise
             print("error:", one_line(error, LONGEST_ERROR), file=sys.stderr)
+            raise typer.Exit(1) from None
+        except Exception as error:
+            where = plugin_error(error)
+            if where is None or ctx.params.get("debug"):
+                raise
+            print(f"error: {where} (--debug shows more)", file=sys.stderr)
             raise typer.Exit(1) from None
         return result
 

@@ -32,6 +32,10 @@ class TrainingError(DFlashError):
     """Training cannot start or continue: unusable data, a loss that diverged, another recipe's run, a lost rank."""
 
 
+class StopTraining(Exception):
+    """A callback ends a training run: raised by the callback with its reason, then by the run once it is saved."""
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The message of ``error`` on one line of at most ``limit`` characters; its type's name where it has none.
 

@@ -22,7 +22,7 @@ from support.runs import read_log, recipe, result, write_dataset, write_recipe, 
 
 import dflash
 import dflash.training.train as train_module
-from dflash.core.errors import DFlashError, TrainingError
+from dflash.core.errors import DFlashError, StopTraining, TrainingError
 from dflash.core.files import exclusive_lock
 from dflash.training.batches import Batches
 from dflash.training.callbacks import CALLBACKS
@@ -129,6 +129,31 @@ def test_ctrl_c_saves_exits_with_130_and_the_run_continues_to_the_same_bytes(und
     assert answer.exit_code == 130, answer.output
     assert mx.load(str(run / "state.safetensors"), return_metadata=True)[1]["step"] == "3"
     train(recipe(folder, "stopped", unsaved))
+    assert result(run) == result(undisturbed)
+
+
+def test_a_callback_that_stops_a_run_exits_with_0_and_the_run_continues_to_the_same_bytes(undisturbed, folder):
+    run, unsaved, seen = folder / "stopped-by-callback", "run.checkpoint_every=1000", []
+
+    def stops_early(run):
+        def on_log(line):
+            seen.append((mx.array(run.model.fc.weight), int(run.optimizer.step), float(run.optimizer.learning_rate)))
+            if line["step"] == 2:
+                raise StopTraining("held-out loss has not fallen")
+
+        return on_log
+
+    sets = [f"run.folder={run}", unsaved, "run.callbacks=[stops-for-a-test]"]
+    command = ["train", write_recipe(folder), *(part for o in sets for part in ("--set", o))]
+    with CALLBACKS.temporary("stops-for-a-test", stops_early):
+        answer = invoke(*command)
+    assert (answer.exit_code, answer.stdout) == (0, ""), answer.output
+    assert mx.load(str(run / "state.safetensors"), return_metadata=True)[1]["step"] == "3"
+    assert not (run / "drafter").exists()
+    assert [step for _, step, _ in seen] == [line["step"] for line in read_log(run)]
+    assert not mx.array_equal(seen[0][0], seen[-1][0])
+    assert [rate for *_, rate in seen] == pytest.approx([line["learning_rate"] for line in read_log(run)], rel=1e-4)
+    train(recipe(folder, run.name, unsaved))
     assert result(run) == result(undisturbed)
 
 

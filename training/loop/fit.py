@@ -11,12 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash.core.errors import TrainingError
+from dflash.core.errors import StopTraining, TrainingError
 
 from .clock import step_bar
 from .distributed import PeerLostError, Ranks
 from .gradients import Batch, Loss, MeanGradient
 from .interrupt import Interrupt
+from .optimizer import Optimizer
 from .run import ADVICE, RECENT, Evaluate, OnLog, Run, check_identity
 from .settings import FitSettings
 
@@ -41,6 +42,7 @@ def fit(
     identity: dict[str, Any] | None = None,
     may_change: Collection[str] = (),
     on_log: Sequence[OnLog] = (),
+    optimizer: Optimizer | None = None,
 ) -> None:
     """Train ``model`` in place for ``settings.steps`` steps, or the remaining ones.
 
@@ -51,9 +53,10 @@ def fit(
 
     ``identity`` is plain data that describes the model, the data and the loss. It is recorded in the folder; a folder
     with another identity is refused, unless they differ only in keys of ``may_change``. The functions in ``on_log`` get
-    every line of the log.
+    every line of the log. ``optimizer`` is a new one for the settings, if the caller needs to see it too.
 
-    Ctrl-C finishes the step (or an evaluation and the step after it), saves, and raises ``KeyboardInterrupt``. Raises
+    Ctrl-C finishes the step (or an evaluation and the step after it), saves, and raises ``KeyboardInterrupt``. One of
+    ``on_log`` that raises ``StopTraining`` ends the run in the same way, and its error is raised again. Raises
     ``TrainingError`` for the folder of another run, and, with ``name_batch`` of the batch and without saving the step,
     for an exploding loss and for a loss, gradient or weight that is not finite; ``CheckpointError`` for an unusable
     checkpoint.
@@ -61,19 +64,22 @@ def fit(
     ranks = ranks or Ranks()
     if ranks.is_main:
         check_identity(folder, identity, may_change, settings)
-    run = Run(model, settings, folder, evaluate, score, ranks, on_log)
+    interrupt = Interrupt()
+    optimizer = optimizer or Optimizer(model.trainable_parameters(), settings.optimizer, settings.steps)
+    run = Run(model, settings, folder, evaluate, score, ranks, on_log, optimizer, interrupt)
     with MeanGradient(model, loss, min(settings.threads, settings.batches_per_step)) as mean_gradient:
         step = _Step(run, mean_gradient, batch, name_batch)
-        with Interrupt() as interrupt:
+        with interrupt:
             run.make_up_for_an_evaluation()
             run.estimate(step.try_out)
             for number in step_bar(run.begun, settings.steps, folder.name, show=ranks.is_main, note=run.note):
-                done, stop = step(number, interrupt)
-                if stop or run.saves(done):
+                done, stop = step(number)
+                if stop is not None or run.saves(done):
                     run.save(done)
-                if stop:
-                    logger.info("Stopped at step %d of %d; the same command continues.", done, settings.steps)
-                    raise KeyboardInterrupt
+                if stop is not None:
+                    why = f" by a callback ({stop})" if isinstance(stop, StopTraining) else ""
+                    logger.info("Stopped at step %d of %d%s; the same command continues.", done, settings.steps, why)
+                    raise stop
                 if run.evaluates(done):
                     run.evaluate(done)
 
@@ -84,20 +90,23 @@ class _Step:
     def __init__(self, run: Run, mean_gradient: MeanGradient, batch: Batches, name_batch: Callable[[int], str]):
         self.run, self.mean_gradient, self.batch, self.name_batch = run, mean_gradient, batch, name_batch
 
-    def __call__(self, step: int, interrupt: Interrupt) -> tuple[int, bool]:
-        """Make step number ``step``; returns the steps done and whether any rank was asked to stop."""
+    def __call__(self, step: int) -> tuple[int, KeyboardInterrupt | StopTraining | None]:
+        """Make step number ``step``; returns the steps done, and what is to end the run on all ranks, if anything."""
         run, numbers = self.run, self.run.numbers(step)
         parameters = run.model.trainable_parameters()
         batches = (run.clock.counted(self.batch(n)) for n in run.ranks.shard(numbers))
         own, gradients = self.mean_gradient(parameters, batches)
         try:
-            told = run.ranks.all_gather([*own, float(interrupt.asked)])
+            asked = run.interrupt.asked
+            told = run.ranks.all_gather(
+                [*own, 0.0 if asked is None else 2.0 if isinstance(asked, StopTraining) else 1.0]
+            )
             gradients = run.ranks.all_reduce_mean(gradients)
         except PeerLostError:
             logger.info("Ending after step %d of %d.", step, run.settings.steps)
             run.save(step)
             raise
-        values, stop = told[: len(numbers)], any(told[len(numbers) :])
+        values, stop = told[: len(numbers)], max(told[len(numbers) :])
         names = [self.name_batch(n) for n in numbers]
         check_losses(values, run.recent, run.settings.max_loss_spike, names, step)
         updated, norm = run.optimizer.update(parameters, gradients)
@@ -108,7 +117,9 @@ class _Step:
         run.model.update(updated)
         run.recent.append(float(np.float32(sum(values) / len(values))))  # so that every rank has the same
         run.report(step + 1, float(norm))
-        return step + 1, stop
+        if stop and asked is None:  # another rank was asked
+            asked = StopTraining() if stop == 2 else KeyboardInterrupt()
+        return step + 1, asked
 
     def try_out(self) -> float:
         """Compute the first gradients, only to time them; returns the fraction of a step that they are."""

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, deferred to a moment that suits the program."""
+"""Ctrl-C, SIGTERM and a callback's wish to stop, deferred to a moment that suits the program."""
 
 import logging
 import signal
@@ -6,17 +6,24 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from dflash.core.errors import StopTraining
+
 logger = logging.getLogger(__name__)
+
+
+class AtOnce(KeyboardInterrupt):
+    """The second Ctrl-C."""
 
 
 class Interrupt:
     """While entered, SIGTERM and the first Ctrl-C only set ``asked``; a second Ctrl-C interrupts at once.
 
-    SIGTERM, however often, waits for the step: ``mlx.launch`` and schedulers end their processes with it.
+    SIGTERM, however often, waits for the step: ``mlx.launch`` and schedulers end their processes with it. ``asked`` is
+    what ends the run after the step, if anything; a callback sets it too.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked: KeyboardInterrupt | StopTraining | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._active = threading.current_thread() is threading.main_thread()  # only there can signals be handled
 
@@ -32,7 +39,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
+        if isinstance(self.asked, KeyboardInterrupt) and number == signal.SIGINT:
+            raise AtOnce
+        self.asked = KeyboardInterrupt()
         logger.warning("Finishing this step and saving; Ctrl-C again stops at once.")

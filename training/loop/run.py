@@ -9,13 +9,14 @@ from typing import Any
 
 import mlx.nn as nn
 
-from dflash.core.errors import CheckpointError, TrainingError
+from dflash.core.errors import CheckpointError, StopTraining, TrainingError
 from dflash.core.files import flat, nested, read_json
 from dflash.core.progress import duration
 
 from ..identity import check_same_run, require_same
 from .clock import Clock
 from .distributed import Ranks
+from .interrupt import AtOnce, Interrupt
 from .optimizer import Optimizer
 from .run_folder import (
     BEFORE_DECAY,
@@ -60,9 +61,11 @@ class Run:
         score: str | None,
         ranks: Ranks,
         on_log: Sequence[OnLog],
+        optimizer: Optimizer,
+        interrupt: Interrupt,
     ):
         self.model, self.settings, self.folder, self.ranks = model, settings, folder, ranks
-        self.optimizer = Optimizer(model.trainable_parameters(), settings.optimizer, settings.steps)
+        self.optimizer, self.interrupt = optimizer, interrupt
         if ranks.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             begun = load_checkpoint(checkpoint_to_continue(folder, settings), model, self.optimizer)
@@ -169,12 +172,16 @@ class Run:
                 self.evaluate(self.begun)
 
     def _log(self, step: int, **values: Any) -> None:
-        """Write a line of the log and pass it to all listeners; one that raises is removed."""
+        """Write a line of the log and pass it to all listeners, which may stop the run; one that fails is removed."""
         line = write_log(self.folder, step, **values, **self.clock.stamps())
         logger.info("%s", " ".join(f"{name} {value}" for name, value in line.items() if name != "time"))
         for listener in list(self._on_log):
             try:
                 listener(line)
+            except AtOnce:
+                raise
+            except (StopTraining, KeyboardInterrupt) as stop:
+                self.interrupt.asked = stop
             except Exception:  # other people's code: the run matters more than its reports
                 logger.exception("A callback failed at step %d; the run continues without it.", step)
                 self._on_log.remove(listener)

@@ -38,11 +38,12 @@ def folder(tmp_path_factory) -> Path:
 class Pair:
     """Ranks 0 and 1 of ``dflash train`` on the ring backend, started as ``mlx.launch`` starts them."""
 
-    def __init__(self, folder: Path, name: str, *overrides: str):
+    def __init__(self, folder: Path, name: str, *overrides: str, plugin: Path | None = None):
         ports = [free_port() for _ in range(2)]
         hosts = folder / f"{name}-hosts.json"
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
         sets = [a for o in (f"run.folder={folder / name}", *overrides) for a in ("--set", o)]
+        sets += [] if plugin is None else ["--plugin", str(plugin)]
         environment = os.environ | {
             "PYTHONPATH": str(Path(dflash.__file__).parents[1]),
             "MLX_HOSTFILE": str(hosts),
@@ -187,6 +188,26 @@ def test_ctrl_c_saves_and_ends_every_rank_with_130(folder):
         assert [p.returncode for p in pair.processes] == [130, 130], outputs
     step = int(mx.load(str(pair.run / "state.safetensors"), return_metadata=True)[1]["step"])
     assert step == read_log(pair.run)[-1]["step"]
+
+
+def test_a_callback_of_rank_0_saves_and_ends_every_rank_with_0(folder):
+    plugin = folder / "stops_at_two.py"
+    plugin.write_text("""
+from dflash.training import StopTraining, register_callback
+
+@register_callback("stops_at_two")
+def stops_at_two(run):
+    def on_log(line):
+        if line["step"] == 2:
+            raise StopTraining("two are enough")
+    return on_log
+""")
+    sets = ["run.steps=3000", "run.evaluate_every=1000000", "run.checkpoint_every=50000", "run.log_every=1"]
+    with Pair(folder, "ended", *sets, "run.callbacks=[stops_at_two]", plugin=plugin) as pair:
+        outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
+        assert [p.returncode for p in pair.processes] == [0, 0], outputs
+    assert "Stopped at step 3 of 3000 by a callback (two are enough); the same command continues." in outputs[0][1]
+    assert mx.load(str(pair.run / "state.safetensors"), return_metadata=True)[1]["step"] == "3"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,6 +1,8 @@
 """The loop: stopped anywhere it ends with the same weights, and what blows up is named."""
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from support.runs import read_log
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
-from dflash.core.errors import TrainingError
+from dflash.core.errors import StopTraining, TrainingError
 from dflash.training.loop.fit import FitSettings, check_losses, fit
 from dflash.training.loop.optimizer import AdamWSettings, MuonSettings
 
@@ -200,6 +202,46 @@ def test_callbacks_get_every_line_and_one_that_fails_does_not_stop_the_run(tmp_p
     assert {"loss", "grad_norm", "tokens_per_s", "time", "seconds", "peak_memory_gb"} < lines[0].keys()
     assert lines[2]["score"] == 1.0
     assert 0 < lines[0]["seconds"] <= lines[1]["seconds"] <= lines[2]["seconds"]
+
+
+@pytest.mark.parametrize("stop", [StopTraining("it is good enough"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", [1, 3, 4, 5])
+def test_a_callback_that_stops_the_run_loses_nothing(tmp_path, caplog, stop, at):
+    caplog.set_level("INFO")
+    settings = FitSettings(steps=5, log_every=1, checkpoint_every=100, evaluate_every=3)
+    lines: list[dict] = []
+
+    def stops(line: dict) -> None:
+        if line["step"] >= at:
+            raise stop
+
+    def scored() -> dict:
+        return {"score": 1.0}
+
+    straight = toy_fit(tmp_path / "straight", settings, evaluate=scored)
+    if at < 5:
+        with pytest.raises(type(stop)):
+            toy_fit(tmp_path / "stopped", settings, evaluate=scored, on_log=[stops, lines.append])
+        words = " by a callback (it is good enough)" if isinstance(stop, StopTraining) else ""
+        assert f"Stopped at step {at + 1} of 5{words}; the same command continues." in caplog.text
+        assert mx.load(str(tmp_path / "stopped" / "state.safetensors"), return_metadata=True)[1]["step"] == str(at + 1)
+        assert lines == read_log(tmp_path / "stopped")
+        assert "callback failed" not in caplog.text
+        assert np.array_equal(straight, toy_fit(tmp_path / "stopped", settings, evaluate=scored))
+    else:  # nothing is left to stop
+        toy_fit(tmp_path / "stopped", settings, evaluate=scored, on_log=[stops, lines.append])
+    one, other = (read_log(tmp_path / name) for name in ("stopped", "straight"))
+    assert [line.keys() for line in one] == [line.keys() for line in other]
+
+
+def test_the_second_ctrl_c_stops_at_once_even_within_a_callback(tmp_path):
+    def pressed_twice(line: dict) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        toy_fit(tmp_path, FitSettings(steps=5, log_every=1), on_log=[pressed_twice])
+    assert not (tmp_path / "state.safetensors").exists()
 
 
 def test_seconds_go_on_where_the_run_continues(tmp_path):

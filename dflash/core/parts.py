@@ -29,7 +29,7 @@ class Part:
         options: dict[str, Any] = {}
         for part in re.split(r",(?=\s*\w+\s*=)", rest) if colon else ():  # a list's commas have no = after them
             key, _, value = (piece.strip() for piece in part.partition("="))
-            if not key.isidentifier() or not value or key in options:
+            if not key.isidentifier() or not value or value.endswith(",") or key in options:
                 raise DFlashError(f"{text!r}: expected {name}:key=value,key=value with each key once, got {part!r}.")
             options[key] = _value(value)
         return cls(name, options)
@@ -68,7 +68,8 @@ def _value(text: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) and _value(value) == value else json.dumps(value)
+    bare = isinstance(value, str) and "," not in value and _value(value.strip()) == value != ""
+    return value if bare else json.dumps(value)
 
 
 def make(registry: Registry[Any], text: str) -> Any:

@@ -51,7 +51,7 @@ class Registry(Generic[T]):
             frame, source = registrant(), None
             if frame is not None:
                 _FILES.add(frame.f_code.co_filename)
-                source = source_hash(frame.f_code.co_filename, frame.f_globals)
+                source = source_hash(frame.f_code.co_filename, frame.f_globals.get("__package__") or "")
             self._known.update(dict.fromkeys(names, thing))
             self._sources.update(dict.fromkeys(names, source))
             return thing
@@ -92,7 +92,7 @@ class Registry(Generic[T]):
             if not isinstance(loaded, type(importlib)) and entry.name not in self._known:
                 module = sys.modules[entry.module]
                 file = getattr(module, "__file__", None) or ""
-                self._known[entry.name], self._sources[entry.name] = loaded, source_hash(file, vars(module))
+                self._known[entry.name], self._sources[entry.name] = loaded, source_hash(file, module.__package__ or "")
                 _FILES.add(file)
 
     @property

@@ -25,6 +25,7 @@ from ..target import load_target
 from ..training.loop.run_folder import read_log
 from ..training.train import FINISHED as DRAFTER
 from ..training.train import cache_features, train
+from . import plugins
 from .cache import FINISHED, Answer, plain_options
 from .plan import Plan, PlannedCell
 from .settings import Study, target_of
@@ -45,14 +46,17 @@ def ablate(study: Study, only: list[str] | None = None, *, trust_remote_code: bo
     """
     plan = open_plan(study, only, trust_remote_code)  # refuses bad settings before the folder exists
     with exclusive_lock(study.folder):
+        plugins.keep(study.folder, plan.plugins)
         _train_missing(plan, trust_remote_code)
         _decode_missing(plan)
     return plan
 
 
 def open_plan(study: Study, only: list[str] | None = None, trust_remote_code: bool = False) -> Plan:
-    """The study's plan, with its target loaded. Raises ``DFlashError``."""
-    return Plan(study, load_target(target_of(study), trust_remote_code), only or ())
+    """The study's plan, with its target loaded, after a warning of plug-ins that changed. Raises ``DFlashError``."""
+    plan = Plan(study, load_target(target_of(study), trust_remote_code), only or ())
+    plugins.tell_changes(study.folder, plan.plugins)
+    return plan
 
 
 # --- training -------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
     trained/KEY/        the run of dflash train that made a drafter, with ``finished.json`` once it is complete
     answers/KEY.json    the answers of one way of decoding, or of plain mlx_lm, by the key of the prompt
 
-Equal keys mean equal results. Folders and names are not in a key, nor is the code: what a plug-in registers under a
-name must stay the same while a study runs.
+Equal keys mean equal results. Folders and names are not in a key, nor is this package's code. What a plug-in registers
+is in it by its source (:mod:`.plugins`).
 """
 
 import dataclasses
@@ -19,15 +19,16 @@ from typing import Any
 
 from ..core.errors import CheckpointError
 from ..core.files import atomic_write, read_json, remove_unfinished, resolve_checkpoint
+from ..core.parts import Part
 from ..core.settings import key_of, to_dict
 from ..drafters.combined import PREFIX as COMBINED
-from ..drafters.mtp import NAME as MTP
-from ..drafters.ngram import NAME as NGRAM
+from ..drafters.kinds import needs_no_files
 from ..evaluation.runs import Run
 from ..generate import PAIR
 from ..options import option_names
 from ..training.data.dataset import dataset_fingerprint, open_dataset, read_manifest
 from ..training.recipe import DataSettings, Recipe
+from .plugins import Sources
 from .settings import BUNDLED, Cell
 
 FEATURES, TRAINED, ANSWERS, FINISHED = "features", "trained", "answers", "finished.json"
@@ -43,8 +44,8 @@ _NOT_OF_THE_WEIGHTS = {
 # --- keys -----------------------------------------------------------------------------------------------------
 
 
-def training_key(recipe: Recipe, target: str) -> str:
-    """The key of the drafter that ``recipe`` trains for the target of fingerprint ``target``.
+def training_key(recipe: Recipe, target: str, plugins: Sources) -> str:
+    """The key of the drafter that ``recipe`` trains with ``plugins`` for the target of fingerprint ``target``.
 
     Raises ``DFlashError`` for a dataset or drafter that cannot be read.
     """
@@ -53,7 +54,7 @@ def training_key(recipe: Recipe, target: str) -> str:
         values[section] = {key: value for key, value in values[section].items() if key not in names}
     if recipe.drafter.from_ is not None:
         values["drafter"]["from"] = drafter_identity(recipe.drafter.from_)
-    return _digest({"version": VERSION, "recipe": values, "dataset": _dataset(recipe.data.folder)})
+    return _digest({"version": VERSION, "recipe": values, "dataset": _dataset(recipe.data.folder)} | _known(plugins))
 
 
 def features_key(data: DataSettings, layer_ids: Sequence[int], with_hidden: bool) -> str:
@@ -62,15 +63,21 @@ def features_key(data: DataSettings, layer_ids: Sequence[int], with_hidden: bool
     return _digest([target, dataset, data.max_length, sorted(layer_ids), with_hidden])
 
 
-def decoding_key(cell: Cell, target: str, drafter: str) -> str:
-    """The key of the answers of ``cell`` by the drafter of identity ``drafter``."""
+def decoding_key(cell: Cell, target: str, drafter: str, plugins: Sources) -> str:
+    """The key of the answers of ``cell``, with ``plugins``, by the drafter of identity ``drafter``."""
     who = {name: value for name, value in cell.drafter.items() if name != "drafter"}
-    return _digest({"version": VERSION, "target": target, "drafter": [drafter, who], "options": cell.options})
+    decided = {"version": VERSION, "target": target, "drafter": [drafter, who], "options": cell.options}
+    return _digest(decided | _known(plugins))
 
 
-def plain_key(cell: Cell, target: str) -> str:
-    """The key of the answers of plain mlx_lm with the cell's sampling options."""
-    return _digest({"version": VERSION, "target": target, "drafter": "plain mlx_lm", "options": plain_options(cell)})
+def plain_key(cell: Cell, target: str, plugins: Sources) -> str:
+    """The key of the answers of plain mlx_lm with the cell's sampling options, of ``plugins`` in part."""
+    decided = {"version": VERSION, "target": target, "drafter": "plain mlx_lm", "options": plain_options(cell)}
+    return _digest(decided | _known(plugins))
+
+
+def _known(plugins: Sources) -> dict[str, Any]:
+    return {"plugins": plugins} if plugins else {}  # without plug-ins, keys are those of earlier versions
 
 
 def plain_options(cell: Cell) -> dict[str, Any]:
@@ -100,10 +107,10 @@ def _given(settings: Any) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def drafter_identity(name: str) -> str:
     """The name of a drafter without files of its own, or a hash of its config and weights."""
-    if name in (NGRAM, MTP):
-        return name
     if name.startswith(COMBINED):
         return f"{COMBINED}{drafter_identity(name.removeprefix(COMBINED))}"
+    if needs_no_files(name):
+        return str(Part.read(name))
     folder = PAIR / "drafter" if name == BUNDLED else resolve_checkpoint(name)
     total = hashlib.sha256()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):

@@ -22,6 +22,7 @@ import yaml
 
 from ..core.errors import install_extra
 from ..core.files import atomic_write, remove_unfinished
+from ..core.registry import PLUGINS
 from ..core.settings import to_dict
 from .effects import effects
 from .plan import Plan
@@ -84,7 +85,8 @@ def commands(plan: Plan, study_file: str | Path) -> str:
     folder = plan.folder.with_name(f"{plan.folder.name}-again")
     lines = ["# Each makes one cell again, from nothing: its drafter where one is trained, and its answers."]
     for planned in plan.cells:
-        parts = ["dflash", "ablate", str(study_file), "--only", planned.name, "--set", f"folder={folder}"]
+        parts = ["dflash", *(part for name in PLUGINS for part in ("--plugin", name)), "ablate", str(study_file)]
+        parts += ["--only", planned.name, "--set", f"folder={folder}"]
         lines.append(f"{shlex.join(parts)}  # {str(planned).partition(' ')[2]}")
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,9 @@ from typing import Any
 from ..core.errors import DataError, DFlashError, GenerationError, did_you_mean, one_line
 from ..core.files import read_json
 from ..core.settings import SettingsError
-from ..drafters.kinds import drafter_class
+from ..drafters.checks import check_drafter
+from ..drafters.combined import PREFIX as COMBINED
+from ..drafters.kinds import drafter_class, needs_no_files
 from ..evaluation import HELDOUT
 from ..evaluation.runs import rotated
 from ..models import ModelOptions
@@ -35,6 +37,7 @@ from .cache import (
     prompt_key,
     training_key,
 )
+from .plugins import Sources, sources_of_drafter, sources_of_options, sources_of_recipe, sources_of_target
 from .settings import BUNDLED, Cell, PromptSet, Study, make_cells, short_name
 
 
@@ -49,12 +52,16 @@ class StudyPrompt:
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell with the keys of its drafter's training (``None``: not trained), its answers and plain answers."""
+    """A cell with the keys of its drafter's training (``None``: not trained), its answers and plain answers.
+
+    ``plugins`` are the sources of what it uses of plug-ins.
+    """
 
     cell: Cell
     training: str | None
     answers: str
     plain: str
+    plugins: Sources
 
     @property
     def name(self) -> str:
@@ -78,8 +85,8 @@ class Plan:
         self.study, self.target, self.folder = study, target, study.folder
         self._known_reads: dict[str, tuple[tuple[int, ...], bool]] = {}
         self.prompts = [p for name, chosen in study.prompt_sets.items() for p in encoded(name, chosen, target)]
-        fingerprint = target_fingerprint(target)
-        cells = [_planned(cell, fingerprint) for cell in make_cells(study)]
+        fingerprint, adapter = target_fingerprint(target), sources_of_target(target)
+        cells = [_planned(cell, fingerprint, adapter) for cell in make_cells(study)]
         _check_decoding([cell.cell for cell in cells], target)
         _check_different(cells, fingerprint)
         names = [cell.name for cell in cells]
@@ -87,6 +94,11 @@ class Plan:
             if name not in names:
                 raise DFlashError(f"The study has no cell {name!r}; {did_you_mean(name, names)}")
         self.cells = [cell for cell in cells if not only or cell.name in only]
+
+    @property
+    def plugins(self) -> Sources:
+        """What the cells use of plug-ins."""
+        return {part: source for cell in self.cells for part, source in cell.plugins.items()}
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -210,10 +222,18 @@ def encoded(name: str, chosen: PromptSet, target: LoadedTargetModel) -> list[Stu
     return prompts
 
 
-def _planned(cell: Cell, target: str) -> PlannedCell:
-    training = None if cell.recipe is None else training_key(cell.recipe, target)
-    drafter = f"trained {training}" if training is not None else drafter_identity(cell.drafter["drafter"])
-    return PlannedCell(cell, training, decoding_key(cell, target, drafter), plain_key(cell, target))
+def _planned(cell: Cell, target: str, adapter: Sources) -> PlannedCell:
+    """The cell with its keys; ``target`` is a fingerprint."""
+    if cell.recipe is not None:
+        plugins = adapter | sources_of_recipe(cell.recipe)
+        training: str | None = training_key(cell.recipe, target, plugins)
+        drafter = f"trained {training}"
+    else:
+        plugins, training = adapter | sources_of_drafter(cell.drafter["drafter"]), None
+        drafter = drafter_identity(cell.drafter["drafter"])
+    plugins = plugins | sources_of_options(cell.options)
+    plain = plain_key(cell, target, adapter | sources_of_options(plain_options(cell)))
+    return PlannedCell(cell, training, decoding_key(cell, target, drafter, plugins), plain, plugins)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------
@@ -224,10 +244,13 @@ def _check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
 
     @lru_cache
     def own_block_size(chosen: ModelOptions) -> int:
-        return chosen.load_drafter(None).block_size
+        drafter = chosen.load_drafter(None)
+        check_drafter(drafter)
+        return drafter.block_size
 
     for cell in cells:
         asked, who = decode_options(cell.options), cell.drafter
+        named = needs_no_files(who["drafter"].removeprefix(COMBINED))  # made at once
         try:
             asked.check_vocabulary(target.vocab_size)
             cache = target.make_cache(**asked.cache_options)
@@ -235,7 +258,7 @@ def _check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
                 target.check_trees(cache)
             if cell.recipe is not None and cell.recipe.drafter.from_ is None:
                 own = cell.recipe.drafter.block_size
-            elif who.keys() & {"block_size", "draft_bits", "draft_window"}:
+            elif who.keys() & {"block_size", "draft_bits", "draft_window"} or named:
                 name = who["drafter"] if cell.recipe is None else cell.recipe.drafter.from_
                 own = own_block_size(ModelOptions(**who | {"drafter": name, "block_size": None}))
             else:
@@ -252,7 +275,7 @@ def _check_different(cells: Sequence[PlannedCell], target: str) -> None:
     for planned in cells:
         cell = planned.cell
         without_defaults = dataclasses.replace(cell, options=decode_options(cell.options).given())
-        other = known.setdefault((_planned(without_defaults, target).answers, cell.seed), cell)
+        other = known.setdefault((_planned(without_defaults, target, {}).answers, cell.seed), cell)
         for factor, label in cell.levels.items():
             if other.levels[factor] != label:
                 raise SettingsError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.errors import DFlashError, did_you_mean
+from ..core.parts import Part
 from ..core.settings import (
     Checked,
     SettingsError,
@@ -40,6 +41,8 @@ _LEAST = {"block_size": 2, "draft_bits": 2, "draft_window": 1, "max_tokens": 1}
 """The least that decoding takes: a block of one position drafts nothing, and plain decoding needs a token."""
 
 _DECODE, _TRAIN = "decode.", "train."
+_PARTS = tuple(f"{_DECODE}{name}" for name in ("drafter", "verify", "policy", "sampler"))
+"""Factors whose values are registered parts, which have options."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +175,33 @@ def _levels(factor: str, values: Any) -> dict[str, dict[str, Any]]:
         for label, group in levels.items():
             if not isinstance(group, dict) or not group:
                 raise SettingsError(f"{where}: {label} must hold settings such as decode.block_size, got {group!r}.")
-    elif isinstance(values, list):
-        levels = {label_of(value): {factor: value} for value in values}
-        require(len(levels) == len(values), f"{where} names a value twice: {values}.")
+    elif isinstance(values, list) or (isinstance(values, dict) and factor in _PARTS):
+        given = values if isinstance(values, list) else [values]
+        chosen = [level for value in given for level in (_parts(where, value) if factor in _PARTS else [value])]
+        levels = {label_of(value): {factor: value} for value in chosen}
+        require(len(levels) == len(chosen), f"{where} names a value twice: {values}.")
     else:
         raise SettingsError(f"{where} must be a list of values, got {values!r}.")
     require(bool(levels), f"{where} has no values; give at least one.")
     return levels
+
+
+def _parts(where: str, value: Any) -> list[Any]:
+    """Of ``{name: typical, options: {epsilon: [0.05, 0.1]}}`` a text for each combination of the options' values."""
+    if not isinstance(value, dict):
+        return [value]
+    try:
+        part = Part.of(value)
+    except DFlashError as error:
+        raise SettingsError(f"{where}: {error}") from error
+    values = [v if isinstance(v, list) else [v] for v in part.options.values()]
+    return [str(Part(part.name, dict(zip(part.options, chosen, strict=True)))) for chosen in itertools.product(*values)]
+
+
+def _as_text(name: str, value: Any) -> Any:
+    """A part's name and options as one text, the same for the same options; other values as they are."""
+    named = isinstance(value, str) and name != "drafter"  # that can be a path
+    return str(Part.of(value)) if _DECODE + name in _PARTS and (named or isinstance(value, dict)) else value
 
 
 def label_of(value: Any) -> str:
@@ -212,7 +235,7 @@ def _decoding(study: Study, decode: Mapping[str, Any], seed: int) -> tuple[dict[
     for name in decode:
         if name not in DECODE_SETTINGS and name != "temperature":
             raise SettingsError(f"decode: unknown key {name!r}; {did_you_mean(name, DECODE_SETTINGS)}")
-    given = {name: value for name, value in decode.items() if value is not None}
+    given = {name: _as_text(name, value) for name, value in decode.items() if value is not None}
     for name, least in _LEAST.items():
         if name in given:
             require_count(f"decode.{name}", given[name], least)

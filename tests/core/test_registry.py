@@ -1,5 +1,7 @@
 """Things are found by name, ours and other packages'; a broken package is an error only where it is needed."""
 
+import json
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
 
@@ -8,6 +10,7 @@ from support.errors import refused
 
 from dflash.core.errors import DFlashError
 from dflash.core.registry import Registry, load_plugin
+from dflash.core.source import source_hash
 from dflash.policies.base import POLICIES
 
 
@@ -48,6 +51,29 @@ def test_an_unknown_name_brings_the_nearest_one(rules):
 def test_an_unknown_name_says_what_else_may_be_given():
     with pytest.raises(DFlashError, match=r"'emma'; known are adaptive, full.*\. A number of drafts works too\."):
         POLICIES.get("emma")
+
+
+@pytest.mark.parametrize(
+    ("module", "registry", "name"),
+    [
+        ("dflash.decoding.verify", "VERIFY_RULES", "speculative_sampling"),
+        ("dflash.policies.base", "POLICIES", "adaptive"),
+        ("dflash.drafters.kinds", "drafters", "mtp"),
+        ("dflash.training.callbacks", "CALLBACKS", "wandb"),
+    ],
+)
+def test_a_registry_knows_all_of_ours_as_soon_as_it_is_imported(module, registry, name):
+    program = f"from {module} import {registry}; {registry}.get({name!r}); assert {registry}.source({name!r}) is None"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_source_of_what_packages_announce_is_that_of_their_module(monkeypatch):
+    entries = [EntryPoint("theirs", "json.decoder:JSONDecoder", "dflash.tests")]
+    monkeypatch.setattr("dflash.core.registry.entry_points", lambda group: entries)
+    registry: Registry = Registry("rule", "dflash.tests")
+    assert registry.source("theirs")
+    assert registry.source("theirs") == source_hash(json.decoder.__file__, "json")
+    assert registry.source("nobody") is None
 
 
 def test_a_broken_package_is_a_warning_until_its_name_is_asked_for(rules, caplog):

@@ -32,7 +32,8 @@ class ModelOptions:
     )
     drafter: str | Path | None = option(
         None,
-        "The drafter for the target; ngram needs no training, ngram+PATH copies where the text repeats. "
+        "The drafter for the target; ngram needs no training, ngram+PATH copies where the text repeats, "
+        "NAME[:KEY=VALUE] is a plug-in's. "
         "Default: the one that is bundled for the target.",
         kind=str,
         metavar="PATH|HUB",

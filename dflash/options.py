@@ -97,7 +97,7 @@ class DecodeOptions:
     """Seeds MLX's global random state as decoding begins; ``None`` leaves it as it is. The text is then that of plain
     mlx-lm with this seed, under any policy (with the rule ``"first_mismatch"``)."""
     sampler: "Sampler | str | None" = option(
-        None, "A sampler that a plug-in adds.", "sampling", kind=str, metavar="NAME"
+        None, "A sampler that a plug-in adds.", "sampling", kind=str, metavar="NAME[:KEY=VALUE]"
     )
     """A sampler of one's own in place of temperature and filters, or the name of a registered one."""
     logits_processors: "Sequence[LogitsProcessor | str]" = option(
@@ -105,7 +105,7 @@ class DecodeOptions:
         "A logits processor that a plug-in adds; repeatable.",
         "sampling",
         kind=list[str],
-        metavar="NAME",
+        metavar="NAME[:KEY=VALUE]",
         flag="--logits-processor",
     )
     """Applied to the target's logits in order, after bias and penalties: mlx-lm's, one's own, or registered names."""
@@ -128,14 +128,14 @@ class DecodeOptions:
         "first_mismatch",
         "Verification rule: first_mismatch (default), speculative_sampling, or one that a plug-in adds.",
         "verification",
-        metavar="NAME",
+        metavar="NAME[:KEY=VALUE]",
     )
     """The rule or its name. Both named rules are exact."""
     policy: "Policy | str | int" = option(
         "adaptive",
         "Drafts that a block verifies: adaptive (default, by measured cost), full (all), a number, a plug-in's.",
         "verification",
-        metavar="NAME|N",
+        metavar="NAME[:KEY=VALUE]|N",
     )
     """A name, a number of drafts, or a :class:`~dflash.Policy`. ``"adaptive"`` commits most tokens per second on this
     machine and decodes plainly where no length pays. It never changes the text."""

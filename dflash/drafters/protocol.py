@@ -53,10 +53,16 @@ class Proposal:
 
     def first(self, count: int) -> "Proposal":
         """The first ``count`` drafts."""
-        arrays = ("tokens", "logits", "candidates", "log_q", "confidence")
-        held = {name: array for name in arrays if (array := getattr(self, name)) is not None}
         parents = None if self.parents is None else self.parents[:count]
-        return replace(self, parents=parents, **{name: array[:, :count] for name, array in held.items()})
+        return replace(self, parents=parents, **{name: array[:, :count] for name, array in self._arrays().items()})
+
+    def row(self, number: int) -> "Proposal":
+        """One block of several."""
+        return replace(self, **{name: array[number : number + 1] for name, array in self._arrays().items()})
+
+    def _arrays(self) -> dict[str, mx.array]:
+        arrays = ("tokens", "logits", "candidates", "log_q", "confidence")
+        return {name: array for name in arrays if (array := getattr(self, name)) is not None}
 
     def acceptance_chances(self) -> mx.array | None:
         """The drafter's acceptance probability of each draft ``[n]`` in float32; ``None`` if there is none to use."""

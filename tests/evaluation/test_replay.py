@@ -1,0 +1,120 @@
+"""Drafters are scored on finished texts exactly as by decoding them, and where decoding does not go."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.kinds import KINDS, VOCAB, random_drafter
+from support.models import ScriptedDrafter, llama_model, qwen3_model, randomize, wrapped_tokenizer
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Proposal
+from dflash.adapters.conformance import small_models
+from dflash.core.errors import GenerationError
+from dflash.drafters import mtp
+from dflash.drafters.autoregressive import AutoregressiveDrafter
+from dflash.drafters.combined import CombinedDrafter
+from dflash.drafters.ngram import NgramDrafter
+from dflash.evaluation.acceptance import measure_each
+from dflash.evaluation.replay import counts, replay
+from dflash.evaluation.texts import Texts
+
+PROMPTS = [[3, 1, 2, 0, 1], [1, 1], [0], [2, 3, 3, 1, 0, 2, 1, 1, 3]]
+OTHERS = ("ngram", "combined", "autoregressive", "mtp", "window")
+
+
+def decoder_of(kind: str, monkeypatch: pytest.MonkeyPatch, **options) -> DFlashSpeculativeDecoder:
+    """A small random target, often enough guessed right of four tokens, and a drafter of the kind."""
+    mx.random.seed(0)
+    model = qwen3_model(1, VOCAB) if kind != "mtp" else small_models.build("qwen3_5", vocab_size=VOCAB, num_experts=0)
+    target = LoadedTargetModel(model, wrapped_tokenizer())
+    if kind == "ngram":
+        drafter = NgramDrafter()
+    elif kind == "combined":
+        drafter = CombinedDrafter(random_drafter("dspark", 3))
+    elif kind == "autoregressive":
+        drafter = AutoregressiveDrafter(LoadedTargetModel(llama_model(2, VOCAB, window=6)), 5)
+        monkeypatch.setattr(drafter, "bind", lambda target: None)
+    elif kind == "mtp":
+        target.folder, drafter = Path("mtp"), mtp.MTPDrafter()
+        monkeypatch.setattr(mtp, "read_mtp_layer", lambda *_: randomize(mtp.new_mtp_layer(target), 3, scale=2.0))
+    else:
+        drafter = random_drafter("dflash" if kind == "window" else kind, 3)
+        if kind == "window":
+            drafter.limit_context(5)
+    return DFlashSpeculativeDecoder(target, drafter, max_seq_length=512, **options)
+
+
+def plain(acceptance) -> list:
+    return [acceptance.blocks, acceptance.committed, acceptance.verified.tolist(), acceptance.accepted.tolist()]
+
+
+ENDS = {"length": (23, [], None), "stop": (60, [2], None), "one token": (1, [], None), "narrow": (23, [2], 3)}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_the_walk_counts_what_decoding_counts(kind, end, tmp_path, monkeypatch):
+    max_tokens, stops, block_size = ENDS[end]
+    stops = [1] if stops and kind == "mtp" else stops
+    decoder = decoder_of(kind, monkeypatch, block_size=block_size)
+    texts = dict(Texts(decoder.loaded_target, stops, tmp_path).answers(PROMPTS, max_tokens))
+    found = [counts(b, decoder.block_size) for (b,) in replay([decoder], [texts[i] for i in range(len(PROMPTS))])]
+    fresh = decoder_of(kind, monkeypatch, block_size=block_size)  # a combined drafter learns from request to request
+    decoded = measure_each(
+        fresh.loaded_target, fresh.draft_model, PROMPTS, max_tokens, 0.0, fresh.block_size, stop_token_ids=stops
+    )
+    assert [plain(part) for part in found] == [plain(part) for part in decoded]
+    if end != "one token":
+        right, verified = (sum(getattr(part, name).sum() for part in found) for name in ("accepted", "verified"))
+        assert 0 < right < verified, "always right or always wrong shows nothing"
+        assert any(text.ended for text in texts.values()) == bool(stops)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_every_anchor_has_the_block_that_its_drafter_would_draft(kind, tmp_path, monkeypatch):
+    decoder = decoder_of(kind, monkeypatch)
+    texts = [
+        text for _, text in Texts(decoder.loaded_target, [], tmp_path).answers(PROMPTS, 70 if kind == "dflash" else 24)
+    ]
+    for text, (walk,), (every,) in zip(texts, replay([decoder], texts), replay([decoder], texts, True), strict=True):
+        assert [block.at for block in every] == list(range(len(text.answer) - 1))
+        if kind not in ("ngram", "combined"):  # whose drafts depend on those before
+            assert all(min(every[block.at].right, block.verified) == block.right for block in walk)
+        for block in every:
+            assert block.right <= block.verified <= len(text.answer) - 1 - block.at
+            assert block.chances is None or len(block.chances) == block.verified
+    if kind in KINDS:
+        alone = decoder.draft_model
+        cache = alone.make_cache()
+        ids = mx.array([text.tokens[: len(text.prompt) + 20]])
+        _, features = decoder.loaded_target.forward_hidden(ids, None, alone.target_layer_ids)
+        alone.extend_context(features, cache, ids)
+        expected = alone.propose(mx.array([[text.answer[20]]]), decoder.block_size - 1, cache).acceptance_chances()
+        np.testing.assert_allclose(every[20].chances, np.array(expected)[: every[20].verified], atol=1e-3)
+
+
+def test_several_drafters_share_a_reading_and_each_gets_its_own_layers(tmp_path, monkeypatch):
+    first = decoder_of("dflash", monkeypatch)
+    other = random_drafter("dflash", 5)
+    other.config = type(other.config)(**vars(other.config) | {"target_layer_ids": (3, 0, 2)})
+    second = DFlashSpeculativeDecoder(first.loaded_target, other, block_size=4)
+    third = DFlashSpeculativeDecoder(first.loaded_target, NgramDrafter())
+    texts = [text for _, text in Texts(first.loaded_target, [], tmp_path).answers(PROMPTS, 20)]
+    together = list(replay([first, second, third], texts))
+    for i, decoder in enumerate((first, second, third)):
+        assert [row[i] for row in together] == [blocks for (blocks,) in replay([decoder], texts)]
+
+
+def test_what_cannot_be_replayed_is_named(tmp_path, monkeypatch):
+    decoder = decoder_of("dflash", monkeypatch)
+    texts = [text for _, text in Texts(decoder.loaded_target, [], tmp_path).answers(PROMPTS[:1], 20)]
+    drafter = ScriptedDrafter([0] * 40, VOCAB)
+    for proposal, message in (
+        (Proposal(mx.array([[9]])), "proposed the token id 9"),
+        (Proposal(mx.array([[1, 2]]), parents=[-1, -1]), "drafts trees"),
+        (Proposal(mx.zeros((1, 99), mx.int32)), "at most 15"),
+    ):
+        monkeypatch.setattr(drafter, "propose", lambda *_, proposal=proposal: proposal)
+        with pytest.raises(GenerationError, match=message):
+            list(replay([DFlashSpeculativeDecoder(decoder.loaded_target, drafter)], texts))

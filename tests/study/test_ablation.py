@@ -16,11 +16,12 @@ from support.cli import assert_one_error, invoke
 
 from dflash import load_target
 from dflash.core.errors import DFlashError
-from dflash.core.files import exclusive_lock
+from dflash.core.files import exclusive_lock, write_json
 from dflash.core.settings import from_dict
 from dflash.drafters.checkpoints.checkpoint import save_drafter
 from dflash.study import ablate, ablation, collect, effects, load_study, write_results
 from dflash.study.ablation import open_plan
+from dflash.study.cache import FINISHED
 from dflash.target.identity import target_fingerprint
 from dflash.training.data.dataset import dataset_fingerprint, open_dataset
 from dflash.training.drafters.init import new_drafter
@@ -216,6 +217,18 @@ def test_cells_share_features_by_the_layers_that_their_drafters_read_and_by_noth
         assert apart == middle
     (shorter,) = folders(a={"data.max_length": 30})
     assert shorter not in (first, middle, with_hidden)
+
+
+def test_only_drafters_that_are_still_to_be_trained_read_features_of_the_users_own(make, place, tmp_path):
+    own = {"train.data.cached_features": str(tmp_path / "features")}
+    kinds = {
+        "dflash": own,
+        "dspark": own | {"train.drafter.kind": "dspark", "train.drafter.options": {"markov_rank": 8}},
+    }
+    plan = open_plan(make(plain=False, vary={"drafter": kinds}))
+    assert [recipe.drafter.kind for recipe in plan.feature_recipes()] == ["dspark"]  # needs more than DFlash
+    write_json(plan.run_folder(plan.cells[1].training) / FINISHED, {"steps": 3})
+    assert [recipe.drafter.kind for recipe in plan.feature_recipes()] == ["dflash"]
 
 
 # --- the command ----------------------------------------------------------------------------------------------

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ..core.errors import DFlashError, install_extra
 from .options import TrustRemoteCode, in_a_folder
 from .terminal import print_rich, show_log, show_progress
-from .training import print_settings, table
+from .training import WithSettings, table
 
 if TYPE_CHECKING:
     from ..evaluation.statistics import Interval
@@ -35,19 +34,17 @@ _EFFECTS_NOTE = (
 # --- ablate -------------------------------------------------------------------------------------------------
 
 
-class _WithSettings(TyperCommand):
+class _WithKeys(WithSettings):
     """A command whose help lists every key of a study."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the command's help, then the keys."""
-        super().format_help(ctx, formatter)
+    def settings(self) -> dict[str, type]:
+        """Keys of a study and of its prompts."""
         from ..study.settings import PromptSet, Study
 
-        print_settings("Keys of a study", Study)
-        print_settings("Keys of a set of prompts", PromptSet)
+        return {"Keys of a study": Study, "Keys of a set of prompts": PromptSet}
 
 
-@app.command(cls=_WithSettings)
+@app.command(cls=_WithKeys)
 def ablate(
     study: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What varies, and what all cells share.")],
     settings: Annotated[

@@ -111,18 +111,27 @@ def cache_features(recipe: RecipeFile, settings: Settings = None, trust_remote_c
     print(run(checked, trust_remote_code=trust_remote_code))
 
 
-class _WithSettings(TyperCommand):
-    """A command whose help lists every setting of a recipe."""
+class WithSettings(TyperCommand):
+    """A command whose help ends with the settings of a file: here those of a recipe."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the command's help, then the settings."""
-        super().format_help(ctx, formatter)
+    def settings(self) -> dict[str, type]:
+        """Dataclasses of settings by their headings."""
         from ..training.recipe import Recipe
 
-        print_settings("Settings of a recipe", Recipe)
+        return {"Settings of a recipe": Recipe}
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the command's help, then each setting with its default and meaning."""
+        super().format_help(ctx, formatter)
+        from ..core.settings import settings_help
+
+        for what, cls in self.settings().items():
+            rows = [(line.key, line.default or "(to be given)", line.meaning) for line in settings_help(cls)]
+            print(f" {what}, their defaults and meanings:\n")
+            print_rich(table(("setting", "default", "meaning"), rows))
 
 
-@app.command(cls=_WithSettings)
+@app.command(cls=WithSettings)
 def train(recipe: RecipeFile, settings: Settings = None, trust_remote_code: TrustRemoteCode = False) -> None:
     """Train a drafter from a recipe, or continue where that run was stopped.
 
@@ -174,15 +183,6 @@ def export(
 
 
 # --- tables ---------------------------------------------------------------------------------------------
-
-
-def print_settings(what: str, cls: type) -> None:
-    """The settings of a dataclass with their defaults and meanings, as the end of a command's help."""
-    from ..core.settings import settings_help
-
-    rows = [(line.key, line.default or "(to be given)", line.meaning) for line in settings_help(cls)]
-    print(f" {what}, their defaults and meanings:\n")
-    print_rich(table(("setting", "default", "meaning"), rows))
 
 
 def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Any:

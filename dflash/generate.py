@@ -3,7 +3,6 @@
 It loads and checks the models and keeps what lasts from one request to the next.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,8 @@ import mlx.nn as nn
 from mlx_lm.generate import wired_limit
 
 from .adapters import TargetAdapter
-from .core.errors import GenerationError, IncompatibleModelsError
+from .batches import BATCH_SIZE, stream_batch
+from .core.errors import GenerationError
 from .core.option import named
 from .core.values import require_count
 from .decoding.block import Decoding
@@ -25,7 +25,7 @@ from .decoding.loop import decode, prefill, prefill_context
 from .decoding.stream import DFlashResponse, Step, first_block, responses, through_stop
 from .decoding.text import TextStream
 from .decoding.trace import TokenTexts, recording
-from .drafters.checks import check_drafter
+from .drafters.checks import check_drafter, fitting_block_size
 from .drafters.protocol import Drafter
 from .drafters.tree import TreeDrafter
 from .models import ModelOptions
@@ -36,8 +36,6 @@ from .prompts.prompt_cache import PromptCache
 from .prompts.tokens import Prompt, prompt_tokens, token_row
 from .target import LoadedTargetModel, TargetCache
 from .target.load import PAIR as PAIR
-
-logger = logging.getLogger(__name__)
 
 CLOCK: Callable[[], float] = time.perf_counter
 """The clock of new decoders."""
@@ -91,7 +89,7 @@ class DFlashSpeculativeDecoder:
         else:
             loaded = LoadedTargetModel(target_model, tokenizer, adapter)
         self.max_seq_length = min(max_seq_length, loaded.max_length or max_seq_length)
-        self.block_size = _fitting_block_size(block_size, draft_model.block_size, loaded.max_length)
+        self.block_size = fitting_block_size(block_size, draft_model.block_size, loaded.max_length)
         draft_model.bind(loaded)
         loaded.make_cache()  # refuses a cache that cannot be rewound, before the first token
         self.loaded_target = loaded
@@ -100,7 +98,7 @@ class DFlashSpeculativeDecoder:
         self.tokenizer = loaded.tokenizer
         self.options = options
         self.threads = threads_for(loaded, self.block_size)
-        self._policies: dict[str, Policy] = {}
+        self._policies: dict[tuple[str, int], Policy] = {}
         self.clock = CLOCK
         self._texts = TokenTexts(loaded.tokenizer)
 
@@ -218,6 +216,34 @@ class DFlashSpeculativeDecoder:
         steps = self._steps(tokens, wanted)
         return self._recorded(tokens, wanted, steps, TextStream(self.tokenizer.detokenizer, wanted.stop_strings or ()))
 
+    def batch_generate(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
+        """The target's answers to all ``prompts``, in their order; options and errors as in :meth:`stream_batch`."""
+        texts = [""] * len(prompts)
+        for number, response in self.stream_batch(prompts, **options):
+            texts[number] += response.text
+        return texts
+
+    def stream_batch(
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int = BATCH_SIZE,
+        each: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, DFlashResponse]]:
+        """Answer many prompts at once: ``(number, response)`` as blocks of the prompt ``number`` are committed.
+
+        Args:
+            prompts: As in :meth:`stream_generate`.
+            batch_size: Most prompts that are decoded at once. As one ends, the next begins.
+            each: Options of single prompts, a mapping for each, in the place of ``options``.
+            options: Those of :meth:`stream_generate` for all prompts, but for what works with one text only.
+
+        A response holds a token of the target's own and the accepted drafts after it. Raises ``GenerationError`` before
+        the first token, as :meth:`stream_generate` does, and for an option that needs a text alone;
+        ``IncompatibleModelsError``, naming a layer, for a target of which several texts cannot be decoded at once.
+        """
+        return stream_batch(self, prompts, batch_size, each, options)
+
     def spec_generate(
         self,
         input_ids: mx.array | Sequence[int],
@@ -253,19 +279,23 @@ class DFlashSpeculativeDecoder:
 
     def _steps(self, prompt: list[int], options: DecodeOptions) -> Iterator[Step]:
         """Check the request now, decode lazily: the prompt's own token, then blocks, to a stop or the limit."""
-        vocab_size = self.loaded_target.vocab_size
-        options.check_vocabulary(vocab_size)
-        if not prompt:
-            raise GenerationError("The prompt is empty; expected at least one token.")
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise GenerationError(f"The prompt holds token ids outside 0 to {vocab_size - 1}.")
-        max_tokens = options.token_limit(len(prompt), self.max_seq_length)
+        max_tokens = self._check_request(prompt, options)
         cache = self.loaded_target.make_cache(**options.cache_options)  # refuses options that do not fit the model
         if options.tree is not None:
             self.loaded_target.check_trees(cache)
         if options.prompt_cache is not None:
             options.prompt_cache.check_models(self.loaded_target, self.draft_model)
         return self._decode(prompt, max_tokens, options, cache)
+
+    def _check_request(self, prompt: list[int], options: DecodeOptions) -> int:
+        """Raise ``GenerationError`` for what cannot be served; most tokens to generate."""
+        vocab_size = self.loaded_target.vocab_size
+        options.check_vocabulary(vocab_size)
+        if not prompt:
+            raise GenerationError("The prompt is empty; expected at least one token.")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise GenerationError(f"The prompt holds token ids outside 0 to {vocab_size - 1}.")
+        return options.token_limit(len(prompt), self.max_seq_length)
 
     def make_prompt_cache(self, **options: Any) -> PromptCache:
         """A new, empty prompt cache, for ``prompt_cache=`` of requests; ``options`` as the decoder's own.
@@ -294,13 +324,13 @@ class DFlashSpeculativeDecoder:
                 prefill_context(self.loaded_target, self.draft_model, tokens, *caches, step_size)
         prompt_cache.end(tokens, len(tokens))
 
-    def _policy(self, options: DecodeOptions) -> Policy:
-        """One instance a name: what a policy learned of this machine serves the next request too."""
+    def _policy(self, options: DecodeOptions, rows: int = 0) -> Policy:
+        """One instance a name and size of batches: what it learned of this machine serves the next request too."""
         if not isinstance(options.policy, str):
             return options.build_policy()
-        if options.policy not in self._policies:
-            self._policies[options.policy] = options.build_policy()
-        return self._policies[options.policy]
+        if (options.policy, rows) not in self._policies:
+            self._policies[options.policy, rows] = options.build_policy()
+        return self._policies[options.policy, rows]
 
     def _decode(self, prompt: list[int], max_tokens: int, options: DecodeOptions, cache: TargetCache) -> Iterator[Step]:
         if max_tokens == 0:
@@ -347,15 +377,3 @@ class DFlashSpeculativeDecoder:
         models = {"target": self.loaded_target.model, "drafter": self.draft_model}
         with recording(options.trace, options.profile, self._texts, prompt, models, about) as recorder:
             yield from responses(len(prompt), steps, text, recorder)
-
-
-def _fitting_block_size(wanted: int | None, own: int, max_length: int | None) -> int:
-    """The block size to decode with. A drafter may fill its own block whatever is used, so that must be possible."""
-    if max_length is not None and own > max_length:
-        raise IncompatibleModelsError(
-            f"The drafter's block_size {own} is more than the {max_length} positions of the target; "
-            "expected a block, such as 16."
-        )
-    if wanted is not None and wanted > own:
-        logger.warning("block_size %d is more than the drafter's own %d; %d is used.", wanted, own, own)
-    return own if wanted is None else min(wanted, own)

@@ -44,7 +44,7 @@ def stream_requests(
         uids = generator.insert(
             [request.prompt for _, request in asked],
             [request.max_tokens for _, request in asked],
-            samplers=[_of_one_row(request.sampler) for _, request in asked],
+            samplers=_by_row([request.sampler for _, request in asked]),
             logits_processors=[list(request.processors) for _, request in asked],
             stop_sequences=[StopSequences([[token] for token in request.stops]) for _, request in asked],
         )
@@ -63,6 +63,10 @@ def stream_requests(
         generator.close()
 
 
-def _of_one_row(sampler: Sampler) -> Sampler:
-    """The sampler as mlx-lm gets it: it samples rows that share one in one call, which not every one allows."""
-    return sampler if sampler is GREEDY or isinstance(sampler, DrawingSampler) else partial(sampler)
+def _by_row(samplers: Sequence[Sampler]) -> list[Sampler]:
+    """The samplers as mlx-lm gets them: rows that share one are sampled in one call, which not every one allows."""
+    shared: dict[Sampler, Sampler] = {GREEDY: GREEDY}
+    for sampler in samplers:
+        if isinstance(sampler, DrawingSampler):
+            shared.setdefault(sampler, sampler)
+    return [shared.get(sampler) or partial(sampler) for sampler in samplers]

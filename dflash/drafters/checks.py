@@ -1,5 +1,6 @@
 """Checks on drafters and their proposals: a mistake in a drafter's code becomes one clear error here."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from ..core.errors import GenerationError, IncompatibleModelsError
 from ..core.trees import depths_of_rows
 from ..core.values import short
 from .protocol import Proposal
+
+logger = logging.getLogger(__name__)
 
 _PARTS = ("block_size", "target_layer_ids", "bind", "make_cache", "extend_context", "propose")
 
@@ -29,6 +32,18 @@ def check_drafter(drafter: Any) -> None:
         raise IncompatibleModelsError(
             f"The block_size of {type(drafter).__name__} must be a whole number of at least 1, got {size!r}."
         )
+
+
+def fitting_block_size(wanted: int | None, own: int, max_length: int | None) -> int:
+    """The block size to decode with. A drafter may fill its own block whatever is used, so that must be possible."""
+    if max_length is not None and own > max_length:
+        raise IncompatibleModelsError(
+            f"The drafter's block_size {own} is more than the {max_length} positions of the target; "
+            "expected a block, such as 16."
+        )
+    if wanted is not None and wanted > own:
+        logger.warning("block_size %d is more than the drafter's own %d; %d is used.", wanted, own, own)
+    return own if wanted is None else min(wanted, own)
 
 
 def proposed_tokens(drafter: Any, proposal: Any, length: int) -> mx.array:

@@ -147,6 +147,20 @@ class LoadedTargetModel:
             recorder = early_layers(recorder)
         return self.adapter.forward(tokens, cache, layer_ids, recorder)
 
+    def check_trees(self, cache: TargetCache) -> None:
+        """Raise ``IncompatibleModelsError`` if no tree of drafts can be verified over ``cache``.
+
+        The first call makes a few short passes, to see whether trees can set the positions that the model uses.
+        """
+        check_trees(cache)
+        if self._tree_difference is None:
+            self._tree_difference = tree_difference(self)
+        if self._tree_difference:
+            raise IncompatibleModelsError(
+                "This target computes something else for a tree of drafts than for its paths, so leave out tree: "
+                f"{self._tree_difference}."
+            )
+
     def check_batchable(self) -> None:
         """Raise ``IncompatibleModelsError``, naming the layer, if several texts cannot be decoded at once.
 

@@ -1,0 +1,91 @@
+"""Many prompts at once: their options are checked before the first token, then one running batch answers them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from .core.errors import GenerationError
+from .core.values import require_count
+from .decoding.batch import Tapped
+from .decoding.batch_stream import Request, stream_requests
+from .decoding.stream import DFlashResponse
+from .decoding.text import TextStream
+from .decoding.verify import first_mismatch
+from .options import DecodeOptions
+from .policies.base import Policy
+from .prompts.tokens import Prompt, prompt_tokens
+
+if TYPE_CHECKING:
+    from .generate import DFlashSpeculativeDecoder
+
+BATCH_SIZE = 32  # mlx-lm's own
+OF_PROMPTS = ("chat", "system", "chat_template_config", "prefill_response")
+OF_ALL = ("policy", "prefill_step_size")
+"""Options that hold for a whole batch."""
+ALONE = ("tree", "max_kv_size", "kv_bits", "prompt_cache", "trace", "profile")
+"""Options of requests that are decoded alone."""
+
+
+def stream_batch(
+    decoder: "DFlashSpeculativeDecoder",
+    prompts: Sequence[Prompt],
+    batch_size: int,
+    each: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any],
+) -> Iterator[tuple[int, DFlashResponse]]:
+    """See :meth:`DFlashSpeculativeDecoder.stream_batch`."""
+    require_count("batch_size", batch_size, 1)
+    if decoder.tokenizer is None:
+        raise GenerationError("This decoder has no tokenizer; pass one, or token ids to spec_generate, one by one.")
+    if isinstance(prompts, str) or (each is not None and len(each) != len(prompts)):
+        got = "one text" if isinstance(prompts, str) else f"{len(prompts)} prompts and {len(each or ())} options"
+        raise GenerationError(f"A batch is a list of prompts, and each a list of as many options, got {got}.")
+    of_prompts = {name: value for name, value in options.items() if name in OF_PROMPTS}
+    common = {name: value for name, value in options.items() if name not in OF_PROMPTS}
+    wanted = decoder._request_options(common)
+    requests = [
+        _request(decoder, prompt, wanted, common, own, of_prompts)
+        for prompt, own in zip(prompts, each or [{}] * len(prompts), strict=True)
+    ]
+    decoder.loaded_target.check_batchable()
+
+    @cache
+    def policy(width: int) -> Policy:
+        chosen = decoder._policy(wanted, width)
+        chosen.begin()
+        return chosen
+
+    model = Tapped(
+        decoder.loaded_target,
+        decoder.draft_model,
+        lambda rows: policy(1 << (rows - 1).bit_length()),  # costs of 5 to 8 rows are about the same
+        decoder.block_size,
+        decoder.max_seq_length,
+        decoder.clock,
+    )
+    return stream_requests(model, requests, batch_size, wanted.prefill_step_size)
+
+
+def _request(
+    decoder: "DFlashSpeculativeDecoder",
+    prompt: Prompt,
+    common: DecodeOptions,
+    given: Mapping[str, Any],
+    own: Mapping[str, Any],
+    of_prompts: Mapping[str, Any],
+) -> Request:
+    """The row of one prompt, with its ``own`` options in the place of those ``given`` for all."""
+    options = decoder._request_options({**given, **own}) if own else common
+    alone = [name for name in ALONE if name in options.asked()]
+    alone += ["seed"] * (options.seed is not None and not options.greedy)  # the rows share MLX's random numbers
+    alone += ["verify"] * (options.verify_rule() is not first_mismatch)
+    if alone:
+        raise GenerationError(f"{alone[0]} is for one prompt at a time: leave it out, or use stream_generate.")
+    if shared := next((name for name in OF_ALL if getattr(options, name) != getattr(common, name)), None):
+        raise GenerationError(f"{shared} holds for the whole batch; give it once, not for each prompt.")
+    tokens = prompt_tokens(decoder.loaded_target, prompt, **of_prompts)
+    max_tokens = decoder._check_request(tokens, options)
+    stops = decoder.loaded_target.stop_token_ids() if options.stop_token_ids is None else options.stop_token_ids
+    text = TextStream(decoder.tokenizer.detokenizer, options.stop_strings or ())
+    sampler, processors = options.build_sampler(decoder.tokenizer), options.build_processors()
+    return Request(tokens, max_tokens, sampler, processors, frozenset(stops), text)

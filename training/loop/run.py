@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -43,6 +44,9 @@ OnLog = Callable[[dict[str, Any]], object]
 RECENT = 64
 """How many losses the median is taken over."""
 
+CHECKPOINT_SECONDS, CHECKPOINT_COSTS = 60.0, 30.0
+"""A checkpoint of a run on one machine gets no older than this many seconds, and than so many times what one takes."""
+
 ADVICE = (
     "The last checkpoint is from before this step. "
     "Start again with a lower learning rate, or remove these sequences from the data."
@@ -76,6 +80,7 @@ class Run:
         self._on_log = list(on_log)
         self._best = Best(folder, score) if score is not None and ranks.is_main else None
         weights = flat(model.trainable_parameters()).values()
+        self._saved_at, self._save_seconds = time.perf_counter(), 0.0
         self._checkpoint_bytes = 4 * sum(w.nbytes for w in weights)  # the weights, two moments, and the best weights
         ranks.allow(self._checkpoint_bytes)
         self.begun, losses = _all_start_alike(ranks, model, self.optimizer, begun)
@@ -104,7 +109,12 @@ class Run:
 
         There is one before every evaluation, so that a failing evaluation loses nothing else.
         """
-        return self.due(done, self.settings.checkpoint_every) or self.evaluates(done) or self._decay_begins(done)
+        due = self.due(done, self.settings.checkpoint_every) or self.evaluates(done) or self._decay_begins(done)
+        return due or (self.ranks.size == 1 and self._is_old())  # machines would not agree on the time
+
+    def _is_old(self) -> bool:
+        """Whether a kill would lose much, in comparison with what a checkpoint costs."""
+        return time.perf_counter() - self._saved_at > max(CHECKPOINT_SECONDS, CHECKPOINT_COSTS * self._save_seconds)
 
     def _decay_begins(self, done: int) -> bool:
         return done == self.settings.optimizer.decay_begins(self.settings.steps)
@@ -145,11 +155,14 @@ class Run:
         if self.ranks.is_main:
             progress = Progress(done, self.settings.steps, list(self.recent))
             names = (STATE, BEFORE_DECAY) if self._decay_begins(done) else (STATE,)
+            begin = time.perf_counter()
             try:
                 for name in names:
                     save_checkpoint(self.folder / name, self.model, self.optimizer, progress)
             except CheckpointError as error:
                 raise TrainingError(f"After step {done}: {error} {ADVICE}") from error
+            self._saved_at = time.perf_counter()
+            self._save_seconds = self._saved_at - begin
         self.ranks.allow(self._checkpoint_bytes)
 
     def evaluate(self, done: int) -> None:

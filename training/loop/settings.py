@@ -17,7 +17,9 @@ class LoopSettings(Checked):
     batches_per_step: int = setting(1, "batches whose mean gradient makes a step, all machines together", above=0)
     threads: int = setting(1, "batches of a step computed in parallel on a CPU; the others follow", above=0)
     log_every: int = setting(10, "steps between two lines of log.jsonl", above=0)
-    checkpoint_every: int = setting(200, "steps between two checkpoints", above=0)
+    checkpoint_every: int = setting(
+        200, "steps between two checkpoints; on one machine there is also one a minute", above=0
+    )
     evaluate_every: int = setting(1000, "steps between two evaluations", above=0)
     max_loss_spike: float | None = setting(
         20.0,

@@ -14,8 +14,10 @@ from support.runs import read_log
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash.core.errors import StopTraining, TrainingError
+from dflash.training.loop import run
 from dflash.training.loop.fit import FitSettings, check_losses, fit
 from dflash.training.loop.optimizer import AdamWSettings, MuonSettings
+from dflash.training.loop.run_folder import read_progress
 
 
 class Stop(Exception):
@@ -62,6 +64,17 @@ def test_any_stop_continues_bit_for_bit_with_either_optimizer(tmp_path, optimize
         with pytest.raises(Stop):
             toy_fit(tmp_path / "broken", settings, stop_at)
     assert np.array_equal(straight, toy_fit(tmp_path / "broken", settings))
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.0, 4), (60.0, 0)])
+def test_a_kill_loses_no_more_than_the_seconds_since_the_last_checkpoint(tmp_path, monkeypatch, seconds, kept):
+    monkeypatch.setattr(run, "CHECKPOINT_SECONDS", seconds)
+    monkeypatch.setattr(run, "CHECKPOINT_COSTS", 0.0)
+    settings = FitSettings(steps=6, checkpoint_every=100)
+    with pytest.raises(Stop):
+        toy_fit(tmp_path / "killed", settings, stop_at=4)
+    assert read_progress(tmp_path / "killed" / "state.safetensors").step == kept
+    assert np.array_equal(toy_fit(tmp_path / "killed", settings), toy_fit(tmp_path / "straight", settings))
 
 
 def test_a_stop_in_an_evaluation_loses_the_evaluation_alone(tmp_path):

@@ -61,9 +61,10 @@ def ablate(
 
     A study is a grid: factors with their values, a cell for each combination.
     Cells alternate on every prompt, so that a machine that slows down does so
-    for all alike. Stopped or killed, the same command continues. Nothing is
-    computed twice, and a changed setting or plug-in is a new cell. Tables (CSV),
-    plots (SVG) and the command that makes each cell again are in the folder.
+    for all alike. Stopped or killed, the same command continues, and repeats
+    about a minute of a training at most. A changed setting or plug-in is a new
+    cell. Tables (CSV), plots (SVG) and the command that makes each cell again are
+    in the folder.
 
     Examples:
 

@@ -245,7 +245,7 @@ def _draw_curves(path: Path, found: list["ComparedRun"]) -> None:
         from ..study.plots import draw_curves
     except ImportError as error:
         raise DFlashError(f"--plot needs matplotlib; {install_extra('study')}.") from error
-    draw_curves(path, {one.folder: one.curves for one in found})
+    draw_curves(path, {one.folder: one.curves for one in found}, {one.folder: one.objective for one in found})
 
 
 def _runs_table(found: list["ComparedRun"]) -> Any:
@@ -289,16 +289,23 @@ def _acceptance_table(found: list["ComparedRun"]) -> Any:
     def shown(interval: "Interval | None") -> str:
         return "-" if interval is None else _interval(interval.value, interval.low, interval.high)
 
-    rows = [(one.folder, shown(one.acceptance), shown(one.ratio)) for one in found]
-    return table(("run", "acceptance length (95 %)", "over the first run"), rows)
+    rows = [(one.folder, str(one.blocks), shown(one.acceptance), shown(one.ratio)) for one in found]
+    return table(("run", "blocks", "acceptance length (95 %)", "over the first run"), rows)
 
 
 def _loss_mark(found: list["ComparedRun"]) -> str:
     """What marks losses that cannot be compared, since the runs' objectives differ."""
-    return "*" if any(name.startswith("objective") for name in found[0].settings) else ""
+    return "*" if found[0].objective else ""
 
 
 def _prompts_line(count: int, all_heldout: bool) -> str:
-    """How many prompts were decoded, and why one prompt has no interval."""
+    """How many prompts were decoded, and whether they are too few."""
+    from ..evaluation.statistics import FEWEST_PROMPTS
+
     line = f"{count} prompt{'' if count == 1 else 's'} decoded{', all that the dataset holds out' * all_heldout}."
-    return line if count > 1 else f"{line} One says nothing about others, so there is no 95 % interval."
+    if count >= FEWEST_PROMPTS:
+        return line
+    few = (
+        "One says nothing about others, so there is no 95 % interval." if count == 1 else "So few say little of others."
+    )
+    return f"{line} {few} Give more with --prompts, or hold out more with dflash data split --heldout-percent."

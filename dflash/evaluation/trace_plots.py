@@ -44,9 +44,12 @@ def plots(traces: Traces) -> str:
 def _survival(traces: Traces) -> str:
     tables = {name: survival(_of(traces.drafts, name)) for name in traces.names}
     with _panel("position in the block", "blocks", percent=True) as (figure, panel):
-        for colour, (name, table) in zip(_colours(traces), tables.items(), strict=True):
+        for i, (colour, (name, table)) in enumerate(zip(_colours(traces), tables.items(), strict=True)):
             panel.plot(table.position, table.survival, color=colour, marker="o", markersize=4, label=name)
             panel.fill_between(table.position, table.low, table.high, color=colour, alpha=0.18, linewidth=0)
+            side = {"textcoords": "offset points", "xytext": (0, -10 if i % 2 else 5)}
+            for position, y, blocks in zip(table.position, table.survival, table.blocks, strict=True):
+                panel.annotate(str(blocks), (position, y), color=colour, ha="center", fontsize=6, **side)
         panel.set_ylim(0, 1)
         panel.xaxis.get_major_locator().set_params(integer=True)
     points = {name: list(zip(table.survival, table.position, strict=True)) for name, table in tables.items()}
@@ -55,7 +58,8 @@ def _survival(traces: Traces) -> str:
         for name, own in points.items()
         if own
     )
-    note = "Of verified drafts: blocks that accepted every draft up to a position, of those that checked it."
+    note = "Of verified drafts: blocks that accepted every draft up to a position, of those that checked it. "
+    note += "Beside each point: how many checked it."
     if (traces.blocks.verified < traces.blocks.proposed).any():
         note += " A policy that checks more drafts of good blocks makes this rise: compare with --policy full."
     if any(table.low.notna().any() for table in tables.values()):

@@ -89,7 +89,10 @@ def _figures(traces: Traces) -> str:
         f"<tr><th scope=row>{name}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
         for name, values in rows.items()
     )
-    note = "In brackets: 95 % intervals over prompts." if len(traces.requests) > len(traces.names) else ""
+    note = "In brackets: 95 % intervals over prompts. " if len(traces.requests) > len(traces.names) else ""
+    if traces.blocks.asleep.any():
+        note += "In some steps the policy fell back to plain decoding: tokens per block leave them out, and are no "
+        note += "property of the drafter; those of --policy full are."
     return (
         "<div class=scroll tabindex=0 role=group aria-label='Figures by trace'><table class=figures>"
         f"<thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody></table></div><p class=muted>{note}</p>"

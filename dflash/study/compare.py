@@ -36,8 +36,8 @@ class ComparedRun:
     the best evaluation, at ``best_step``; losses and times are the last ones. ``seconds`` is the time of all steps and
     evaluations, ``tokens_per_second`` the log's median. ``curves`` has steps and values by name.
 
-    ``acceptance`` is in tokens per target pass, ``ratio`` its ratio to the first run's, on the same ``prompts``
-    prompts; both are ``None`` unless the drafters decoded.
+    ``acceptance`` is in tokens per target pass, over ``blocks`` passes, ``ratio`` its ratio to the first run's, on the
+    same ``prompts`` prompts; both are ``None`` unless the drafters decoded.
     """
 
     folder: str
@@ -53,8 +53,15 @@ class ComparedRun:
     settings: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     prompts: int = 0
+    blocks: int = 0
     acceptance: Interval | None = None
     ratio: Interval | None = None
+
+    @property
+    def objective(self) -> str:
+        """In what its objective differs from other runs': only losses of the same one can be compared."""
+        own = {name: value for name, value in self.settings.items() if name.startswith("objective")}
+        return ", ".join(f"{name.removeprefix('objective.')} {value}" for name, value in own.items())
 
     def results(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -95,11 +102,8 @@ def compare(
         tokens = heldout_prompts(open_dataset(Path(recipes[0]["data"]["folder"]), "heldout", target), limit)
     else:
         tokens = [prompt.tokens for prompt in encoded("prompts", prompts, target)][:limit]
-    intervals = _acceptance(target, [_drafter(folder) for folder in folders], tokens, max_tokens)
-    return [
-        replace(run, prompts=len(tokens), acceptance=acceptance, ratio=ratio)
-        for run, (acceptance, ratio) in zip(runs, intervals, strict=True)
-    ]
+    decoded = _acceptance(target, [_drafter(folder) for folder in folders], tokens, max_tokens)
+    return [replace(run, prompts=len(tokens), **found) for run, found in zip(runs, decoded, strict=True)]
 
 
 def summary(folder: Path, settings: dict[str, Any]) -> ComparedRun:
@@ -161,11 +165,19 @@ def _drafter(folder: Path) -> Any:
 
 def _acceptance(
     target: LoadedTargetModel, drafters: Sequence[Any], prompts: Sequence[list[int]], max_tokens: int
-) -> list[tuple[Interval, Interval]]:
-    """Each drafter's acceptance, and that over the first one's on the same prompts."""
+) -> list[dict[str, Any]]:
+    """Each drafter's acceptance, that over the first one's on the same prompts, and its blocks."""
     counts = [
         [measure(target, drafter, [prompt], max_tokens) for drafter in drafters]
         for prompt in progress(prompts, "compare")
     ]
-    lengths = [Ratio.of([a.committed for a in own], [a.blocks for a in own]) for own in zip(*counts, strict=True)]
-    return [(length.interval(), (length / lengths[0]).interval()) for length in lengths]
+    own = list(zip(*counts, strict=True))
+    lengths = [Ratio.of([a.committed for a in parts], [a.blocks for a in parts]) for parts in own]
+    return [
+        {
+            "acceptance": length.interval(),
+            "ratio": (length / lengths[0]).interval(),
+            "blocks": sum(a.blocks for a in parts),
+        }
+        for length, parts in zip(lengths, own, strict=True)
+    ]

@@ -1,7 +1,8 @@
 """Plots of a study: a metric by the levels of each factor, a panel a factor.
 
 A panel shows the cells in which its factor alone differs. Thin lines join cells alike in everything else; the thick
-mark is their geometric mean with the 95 % interval over prompts.
+mark is their geometric mean with the 95 % interval over prompts. It is hollow for an acceptance
+that is no property of the drafter: in some passes the policy fell back to plain decoding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,19 +39,35 @@ def draw(folder: Path, factors: Sequence[str], cells: Sequence[CellAnswers]) -> 
     return files
 
 
-def draw_curves(path: Path, curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]) -> Path:
-    """Write learning curves, a panel each: ``curves`` has those of each run by their names."""
-    names = [name for name in next(iter(curves.values())) if any(own[name] for own in curves.values())]
-    figure = Figure(figsize=(3.6 * max(1, len(names)), 3), layout="constrained")
-    for panel, name in zip(figure.subplots(1, max(1, len(names)), squeeze=False).flat, names, strict=False):
-        for number, (run, own) in enumerate(curves.items()):
-            steps, values = zip(*own[name], strict=True) if own[name] else ((), ())
-            panel.plot(steps, values, color=COLOURS[number % len(COLOURS)], label=run, marker=".", markersize=3)
-        panel.set_title(name.replace("_", " "), fontsize=9)
+def draw_curves(
+    path: Path, curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], objectives: Mapping[str, str]
+) -> Path:
+    """Write learning curves, a panel each: ``curves`` has those of each run by their names.
+
+    Losses have a panel for each of the ``objectives``, named by run: those of different ones share no axis.
+    """
+    panels: dict[str, dict[str, Sequence[tuple[int, float]]]] = {}
+    for name in dict.fromkeys(name for own in curves.values() for name in own):
+        for run, own in curves.items():
+            objective = f" ({objectives[run]})" if "loss" in name and objectives[run] else ""
+            if own[name]:
+                panels.setdefault(name.replace("_", " ") + objective, {})[run] = own[name]
+    columns = max(1, min(3, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    figure = Figure(figsize=(3.6 * columns, 2.7 * rows + 0.3), layout="constrained")
+    colours = {run: COLOURS[number % len(COLOURS)] for number, run in enumerate(curves)}
+    lines: dict[str, Any] = {}
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, (title, shown) in zip(axes, panels.items(), strict=False):
+        for run, points in shown.items():
+            (lines[run],) = panel.plot(*zip(*points, strict=True), color=colours[run], marker=".", markersize=3)
+        panel.set_title(title, fontsize=9)
         panel.set_xlabel("step", fontsize=8)
         panel.tick_params(labelsize=8)
         panel.grid(alpha=0.25)
-    figure.axes[0].legend(fontsize=7, frameon=False)
+    for panel in axes[len(panels) :]:
+        panel.set_visible(False)
+    figure.legend(lines.values(), lines, fontsize=7, frameon=False, loc="outside lower center")
     return _save(path, figure)
 
 
@@ -89,7 +106,9 @@ def _panel(panel: Any, factor: str, cells: Sequence[CellAnswers], attribute: str
         low, high = mean.low or mean.value, mean.high or mean.value
         bars = [[max(0.0, mean.value - low)], [max(0.0, high - mean.value)]]
         shown = name if x == 0 else None
-        panel.errorbar([x], [mean.value], bars, color=colour, marker="o", markersize=5, capsize=3, label=shown)
+        filled = "white" if attribute == "acceptance" and any(cell.plain_passes for cell in mine) else colour
+        style = {"color": colour, "marker": "o", "markersize": 5, "capsize": 3, "markerfacecolor": filled}
+        panel.errorbar([x], [mean.value], bars, label=shown, **style)
     panel.set_xticks(range(len(labels)), labels, rotation=20 if max(map(len, labels), default=0) > 8 else 0)
     panel.set_xlim(-0.5, len(labels) - 0.5)
 

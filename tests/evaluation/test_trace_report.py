@@ -14,6 +14,8 @@ from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, TraceFile
 from dflash.core.errors import DataError, DFlashError
 from dflash.decoding.trace import read_records
 from dflash.evaluation.trace_report import report
+from dflash.evaluation.traces import survival
+from dflash.policies.base import Drafts, Policy
 from dflash.study import read_traces
 
 ANSWER = "one <b>two</b> three & four </script> five six seven eight nine ten eleven twelve"
@@ -81,14 +83,35 @@ def test_what_cannot_be_shown_is_one_line_and_no_page(traces, tmp_path, monkeypa
         report(read_traces(*traces), texts=0)
 
 
-@pytest.mark.parametrize(("requests", "policy"), [(1, "full"), (2, 1)])
+class Choosy(Policy):
+    """Verifies one draft of each block."""
+
+    def verify_length(self, drafts: Drafts) -> int:
+        return 1
+
+
+class Napping(Policy):
+    """A plain step after each block."""
+
+    awake = False
+
+    def sleep(self) -> int:
+        self.awake = not self.awake
+        return 0 if self.awake else 1
+
+
+@pytest.mark.parametrize(("requests", "policy"), [(1, Policy), (2, Choosy), (2, Napping)])
 def test_survival_has_bands_of_several_requests_and_says_what_a_policy_does_to_it(requests, policy):
     records: list[dict] = []
     for _ in range(requests):
-        writer(ANSWER, PROMPT, p=0.8).generate(PROMPT, trace=records.append, policy=policy)
-    text = report(read_traces(records))
+        writer(ANSWER, PROMPT, p=0.8).generate(PROMPT, trace=records.append, policy=policy())
+    traces = read_traces(records)
+    text = report(traces)
     assert ("fill-opacity: 0.18" in text) == ("Bands are 95 % intervals" in text) == (requests > 1)
-    assert ("makes this rise" in text) == (policy == 1)
+    assert ("makes this rise" in text) == (policy is Choosy)
+    assert ("no property of the drafter" in text) == (policy is Napping)
+    counted = [str(count) for count in survival(traces.drafts).blocks]
+    assert re.findall(r"<text[^>]*font-size: 6px[^>]*>(\d+)<", text) == counted
 
 
 @needs_browser

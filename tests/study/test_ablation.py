@@ -254,7 +254,7 @@ def test_the_command_leaves_tables_plots_and_commands_that_make_a_cell_again(wri
     for name in ("acceptance_length", "tokens", "parameters", "heldout_loss"):
         assert cell[name] == same[name], name
     assert_one_error(invoke("ablate", file, "--only", "nobody"), "The study has no cell 'nobody'")
-    assert "pairs agree: of the pairs of cells that differ in the factor alone" in invoke("ablate", file).stdout
+    assert "pairs agree: of the pairs of drafters that differ in the factor alone" in invoke("ablate", file).stdout
 
 
 def test_a_dry_run_prints_cells_and_what_is_left_and_trains_nothing(write, tmp_path):

@@ -1,6 +1,7 @@
 """Runs compared: what differs, what their logs say, and acceptance in pairs on equal prompts."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -48,6 +49,7 @@ def test_all_decode_the_same_prompts_and_the_first_is_the_measure(runs, tmp_path
     assert lazy.ratio.value == lazy.ratio.low == lazy.ratio.high == 1
     assert learned.ratio.value == pytest.approx(learned.acceptance.value / lazy.acceptance.value)
     assert learned.acceptance.low <= learned.acceptance.value <= learned.acceptance.high
+    assert learned.blocks == unfinished.blocks <= lazy.blocks
     assert unfinished.acceptance == learned.acceptance
 
 
@@ -55,12 +57,20 @@ def test_the_command_prints_settings_curves_and_intervals_and_draws(runs, tmp_pa
     prompts, plot = place / "prompts.jsonl", tmp_path / "c.svg"
     result = invoke("compare", *runs, "--prompts", prompts, "--limit", 2, "--max-tokens", 6, "--plot", plot)
     assert result.exit_code == 0, result.output
-    for text in ("optimizer.learning_rate", "learned held-out loss", "over the first run", "2 prompts decoded."):
+    for text in (
+        "optimizer.learning_rate",
+        "learned held-out loss",
+        "over the first run",
+        "2 prompts decoded. So few say little",
+    ):
         assert text in result.stdout
     assert "*" not in result.stdout
     assert str(runs[0]) in plot.read_text()
     alone = invoke("compare", *runs, "--prompts", prompts, "--limit", 1, "--max-tokens", 6).stdout
-    assert "1 prompt decoded. One says nothing about others, so there is no 95 % interval." in alone
+    assert "1 prompt decoded. One says nothing about others, so there is no 95 % interval. Give more" in alone
+    (tmp_path / "five.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in "ABCDE"))
+    enough = invoke("compare", *runs, "--prompts", tmp_path / "five.jsonl", "--max-tokens", 3).stdout
+    assert enough.endswith("5 prompts decoded.\n")
 
 
 @pytest.mark.parametrize("command", [["compare", "--no-decode"], ["runs"]])
@@ -76,9 +86,13 @@ def test_losses_by_different_objectives_are_marked(runs, tmp_path):
     recorded = json.loads((tmp_path / "other" / "recipe.json").read_text())
     recorded["recipe"]["objective"]["gamma"] = 3
     (tmp_path / "other" / "recipe.json").write_text(json.dumps(recorded))
-    shown = invoke("compare", runs[1], tmp_path / "other", "--no-decode").stdout
+    plot = tmp_path / "curves.svg"
+    shown = invoke("compare", runs[1], tmp_path / "other", "--no-decode", "--plot", plot).stdout
     assert "learned held-out loss*" in shown
     assert shown.count("* By each run's own objective") == 1
+    titles = re.findall(r">([a-z ]*loss[^<]*|acceptance length)<", plot.read_text())
+    losses = [f"{name} (gamma {gamma})" for name in ("loss", "heldout loss") for gamma in ("7.0", "3")]
+    assert titles == [*losses, "acceptance length"]  # of different objectives, they share no panel
 
 
 def test_a_run_without_weights_is_shown_by_its_log_and_without_one_has_empty_places(runs, tmp_path):

@@ -8,6 +8,7 @@ Shapes: B batch, L length, E hidden size, F feature size, V vocabulary, N tokens
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
@@ -35,6 +36,8 @@ class TargetAdapter:
 
     def __init__(self, model: nn.Module):
         self.model = model
+        self.in_use = RLock()
+        """Held by the thread that computes with the model: every pass exchanges its layers (:meth:`tapped`)."""
 
     @property
     def language_model(self) -> nn.Module:

@@ -4,7 +4,7 @@ It loads and checks the models and keeps what lasts from one request to the next
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -282,10 +282,31 @@ class DFlashSpeculativeDecoder:
         max_tokens = self._check_request(prompt, options)
         cache = self.loaded_target.make_cache(**options.cache_options)  # refuses options that do not fit the model
         if options.tree is not None:
-            self.loaded_target.check_trees(cache)
+            with self.loaded_target.alone():
+                self.loaded_target.check_trees(cache)
         if options.prompt_cache is not None:
             options.prompt_cache.check_models(self.loaded_target, self.draft_model)
-        return self._decode(prompt, max_tokens, options, cache)
+        return self._alone(self._decode(prompt, max_tokens, options, cache))
+
+    def _alone(self, steps: Generator[Step, None, None]) -> Iterator[Step]:
+        """``steps``, each computed while no other thread computes with the target.
+
+        A request that begins while another thread computes is refused; one that has begun waits, so that no answer ends
+        in its middle.
+        """
+        begun = False
+        try:
+            while True:
+                with self.loaded_target.alone(wait=begun):
+                    step = next(steps, None)
+                if step is None:
+                    return
+                begun = True
+                yield step
+        finally:
+            if begun:
+                with self.loaded_target.alone(wait=True):
+                    steps.close()
 
     def _check_request(self, prompt: list[int], options: DecodeOptions) -> int:
         """Raise ``GenerationError`` for what cannot be served; most tokens to generate."""
@@ -317,12 +338,17 @@ class DFlashSpeculativeDecoder:
         ``system`` and ``chat_template_config`` of :meth:`stream_generate`, whose errors it raises.
         """
         tokens = prompt_tokens(self.loaded_target, prompt, opening=True, **template)
+        DecodeOptions().token_limit(len(tokens), self.max_seq_length)  # an answer must have room after it
         step_size = self._request_options({"prefill_step_size": prefill_step_size}).prefill_step_size
         if prompt_cache.begin([*tokens, 0], prompt_cache.target_cache.quantization) < len(tokens):
             caches = prompt_cache.target_cache, prompt_cache.draft_cache
-            with wired_limit(self.target_model):
+            with self.loaded_target.alone(), wired_limit(self.target_model):
                 prefill_context(self.loaded_target, self.draft_model, tokens, *caches, step_size)
         prompt_cache.end(tokens, len(tokens))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies, which would share caches and threads, and pickles, which would hold the models."""
+        raise TypeError("A decoder cannot be copied or pickled; make one of the same models where it is needed.")
 
     def _policy(self, options: DecodeOptions, rows: int = 0) -> Policy:
         """One instance a name and size of batches: what it learned of this machine serves the next request too."""
@@ -332,7 +358,9 @@ class DFlashSpeculativeDecoder:
             self._policies[options.policy, rows] = options.build_policy()
         return self._policies[options.policy, rows]
 
-    def _decode(self, prompt: list[int], max_tokens: int, options: DecodeOptions, cache: TargetCache) -> Iterator[Step]:
+    def _decode(
+        self, prompt: list[int], max_tokens: int, options: DecodeOptions, cache: TargetCache
+    ) -> Generator[Step, None, None]:
         if max_tokens == 0:
             return
         if options.seed is not None:

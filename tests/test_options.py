@@ -83,6 +83,18 @@ BAD_PROMPTS = {
     "system with token ids": (PROMPT, {"system": "Be brief."}, ["as they stand"]),
     "system without the template": ("hi", {"system": "Be brief.", "chat": False}, ["need the chat template"]),
     "messages without the template": ([USER], {"chat": False}, ["need the chat template"]),
+    "no content": ([{"role": "user", "content": None}], {}, ["content of message 1 must be text, got None"]),
+    "an image": ([USER, {"role": "user", "content": [{"type": "image"}]}], {}, ["message 2", "text, got [{'type'"]),
+    "an image beside a text": (
+        [{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image"}]}],
+        {},
+        ["must be text"],
+    ),
+    "a number": ([{"role": "user", "content": 3}], {}, ["must be text, got 3"]),
+    "an unknown role": ([USER, {"role": "alien", "content": "hi"}], {}, ["Message 2", "role 'alien'", "user"]),
+    "truth values": ([True, 2], {}, ["True or False among [True, 2]"]),
+    "a switch of the tokenizer": ("hi", {"chat_template_config": {"messages": 3}}, ["'messages' is no switch"]),
+    "a switch without a name": ("hi", {"chat_template_config": {3: 3}}, ["3 is no switch"]),
     "switches that are a text": ("hi", {"chat_template_config": "fast"}, ["dict of switches", "'fast'"]),
     "half a surrogate pair": ("caf\udce9", {}, ["text of the user", "character 4", "UTF-8"]),
     "a surrogate in a system prompt": ("hi", {"system": "\ud800"}, ["text of the system", "character 1"]),
@@ -95,6 +107,15 @@ BAD_PROMPTS = {
     "token outside the vocabulary": ([1, TEXT_VOCAB], {}, ["0 to 263"]),
     "negative token": ([-1], {}, ["0 to 263"]),
 }
+
+
+def test_texts_in_parts_are_one_text_and_a_role_of_the_template_is_known():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "text"}]
+    loaded = target_with_template("{% for m in messages %}{{ m.content if m.role != 'guide' else '' }}{% endfor %}")
+    guided = [{"role": "guide", "content": "x"}, {"role": "user", "content": parts}]
+    assert prompt_tokens(loaded, guided) == byte_tokenizer().encode("one text")
+    called = {"role": "assistant", "content": None, "tool_calls": []}  # another key says what the message holds
+    assert prompt_tokens(loaded, [USER, called, USER])
 
 
 @pytest.mark.parametrize("name", BAD_PROMPTS)

@@ -90,6 +90,9 @@ def generate(
     print(flush=True)
     if verbose.lower() not in ("false", "f"):
         print(speed_line(result), file=sys.stderr)
+    full = len(tokens) + result["generation_tokens"] >= decoder.max_seq_length
+    if full and decoding.max_tokens is None and result["finish_reason"] == "length":
+        print(f"The answer ends here because the context of {decoder.max_seq_length} tokens is full.", file=sys.stderr)
     if responses and responses[-1].profile is not None:
         print_profile(responses[-1].profile)
 

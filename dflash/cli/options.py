@@ -60,6 +60,28 @@ def in_a_folder(ctx: typer.Context, parameter: typer.CallbackParam, value: Path 
     return value
 
 
+def can_be_made(ctx: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Refuse a path below a file, where no folder can be made."""
+    there = next(path for path in value.parents if path.exists()) if value is not None else None
+    if there is not None and not there.is_dir():
+        raise DFlashError(f"{_shown(parameter)} {value}: {there} is a file, not a folder; name another place.")
+    return value
+
+
+def existing_cache(ctx: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
+    """Refuse a prompt cache that is not there."""
+    if value is not None and not Path(value).is_file():
+        raise DFlashError(f"{parameter.opts[0]} {value}: Cannot read the prompt cache; there is no such file.")
+    return value
+
+
+def new_cache(ctx: typer.Context, parameter: typer.CallbackParam, value: str) -> str:
+    """Refuse a prompt cache to be written whose folder is not there, or that mlx-lm would not read."""
+    if Path(value).suffix != ".safetensors":
+        raise DFlashError(f"{parameter.opts[0]}: a prompt cache is a .safetensors file, got {value!r}.")
+    return str(in_a_folder(ctx, parameter, Path(value)))
+
+
 def new_trace(ctx: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
     """Refuse a trace that would replace one, which may have taken hours."""
     if value is not None:
@@ -110,6 +132,7 @@ def _logit_bias(text: str) -> dict[int, Any]:
 _CHECKS = {
     "block_size": two_positions,
     "prefill_response": is_text,
+    "prompt_cache": existing_cache,
     "seed": seed_in_range,
     "stop_strings": stop_strings,
     "system": is_text,
@@ -120,7 +143,7 @@ _CHECKS = {
 _READ: dict[str, Callable[[str], Any]] = {
     "chat_template_config": lambda text: json_object(text, "--chat-template-config"),
     "logit_bias": _logit_bias,
-    "policy": lambda text: int(text) if text.isdecimal() else text,
+    "policy": lambda text: int(text) if text.removeprefix("-").isdecimal() else text,
 }
 """What a field's text on the command line stands for."""
 
@@ -262,6 +285,10 @@ Prompts = Annotated[
 ]
 Template = Annotated[
     str | None, typer.Option(help="Makes the prompt from a line's keys: 'Question: {question}'.", callback=is_text)
+]
+Begin = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Words to begin requests with, in turn; '' for none. Repeatable.", callback=is_text),
 ]
 Limit = Annotated[int | None, typer.Option(metavar="N", help="Take only the first N prompts.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

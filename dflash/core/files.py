@@ -26,8 +26,9 @@ def resolve_checkpoint(path_or_hub_name: str | Path) -> Path:
     Raises ``CheckpointError`` if it is neither, is empty, or cannot be downloaded.
     """
     name = str(path_or_hub_name)
-    if not name.strip():
-        raise CheckpointError("The name of the checkpoint is empty; expected a folder, or a hub name 'org/model'.")
+    if not name.strip() or not isinstance(path_or_hub_name, str | Path):
+        got = repr(path_or_hub_name) if name.strip() else "an empty name"
+        raise CheckpointError(f"A checkpoint is a folder, or a hub name such as 'org/model'; got {got}.")
     path = Path(path_or_hub_name)
     if path.is_dir():
         return path

@@ -9,6 +9,7 @@ drafter, keeps its chain.
 Shapes: D depths, K candidates at each, V vocabulary, N nodes.
 """
 
+import logging
 from typing import Any
 
 import mlx.core as mx
@@ -17,8 +18,13 @@ import numpy as np
 from ..core.trees import best_first
 from .protocol import Drafter, Proposal
 
+logger = logging.getLogger(__name__)
+
 WIDTH = 16
 """Most candidates at each depth."""
+
+MOST = 512
+"""Drafts of the largest tree: a pass over more takes gigabytes for logits, and none of them pays."""
 
 SOURCE = "tree"
 
@@ -28,11 +34,14 @@ class TreeDrafter:
 
     Args:
         drafter: The drafter that fills the blocks.
-        nodes: Drafts of a tree, at least 1; a policy may verify fewer.
+        nodes: Drafts of a tree, at least 1; a policy may verify fewer. More than 512 are lowered to that, with a
+            warning.
     """
 
     def __init__(self, drafter: Drafter, nodes: int):
-        self._drafter, self._nodes = drafter, nodes
+        if nodes > MOST:
+            logger.warning("tree %d is more than %d drafts; %d are used.", nodes, MOST, MOST)
+        self._drafter, self._nodes = drafter, min(nodes, MOST)
 
     def propose(self, anchor: mx.array, length: int, cache: Any) -> Proposal:
         """The best tree over the block's ``length`` positions. Synchronises once, for their likeliest tokens."""

@@ -163,9 +163,10 @@ class PromptCache:
         """
         try:
             caches, metadata = cast("tuple[list[Any], Any]", load_prompt_cache(str(path), return_metadata=True))
+            fingerprints = json.loads(metadata.get(KEY, "{}")) if isinstance(metadata, dict) else {}
         except Exception as error:  # of many types, for a file that is missing, damaged or of another kind
-            raise GenerationError(f"Cannot read the prompt cache {path}: {one_line(error)}") from error
-        fingerprints = json.loads(metadata.get(KEY, "{}")) if isinstance(metadata, dict) else {}
+            expected = "expected a file of dflash cache-prompt or mlx_lm.cache_prompt"
+            raise GenerationError(f"{path} is no prompt cache; {expected} ({one_line(error)}).") from error
         found = cls(target, drafter)
         number = len(found.target_cache)
         if fingerprints and fingerprints.get("target") != target_fingerprint(target):

@@ -1,6 +1,7 @@
 """From a prompt (a text, messages or token ids) to the token ids that the target reads."""
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -10,10 +11,19 @@ import mlx.core as mx
 from ..core.errors import GenerationError, one_line
 from ..core.values import short
 from ..target import LoadedTargetModel
+from .conversations import ROLES
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int] | mx.array
 """A user's text, the messages of a conversation (``role`` and ``content`` each), or token ids."""
+
+
+_NO_SWITCHES = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize", "tokenizer",
+    "tokenizer_kwargs", "truncation",
+}  # fmt: skip
+"""What the tokenizer's ``apply_chat_template`` takes for itself."""
 
 
 def prompt_tokens(
@@ -54,7 +64,7 @@ def prompt_tokens(
         raise GenerationError(
             f"Messages, system, prefill_response and chat_template_config need the chat template, and {why}."
         )
-    messages = _checked_messages(prompt, system)
+    messages = _checked_messages(prompt, system, str(getattr(target.tokenizer, "chat_template", "")))
     if prefill_response is not None:
         _check_text("prefill_response", prefill_response)
         messages.append({"role": "assistant", "content": prefill_response})
@@ -94,7 +104,7 @@ def continuation_tokens(
     prompt_tokens(target, text, chat=chat, **given)  # raises those errors
     if not chat or not target.tokenizer.has_chat_template:
         return list(target.tokenizer.encode(text, add_special_tokens=False))
-    messages = _checked_messages(text, None)
+    messages = _checked_messages(text)
     config = {"add_generation_prompt": True, "tokenize": False} | _checked_config(chat_template_config)
     whole = target.tokenizer.apply_chat_template(messages, **config)
     if text not in whole:
@@ -112,9 +122,11 @@ def token_row(tokens: Sequence[int] | mx.array) -> list[int]:
     expected = "Expected a text, a list of messages or token ids"
     if tokens is None or isinstance(tokens, bytes | bytearray | Mapping):
         raise GenerationError(f"{expected}, got {type(tokens).__name__}.")
+    if isinstance(tokens, list | tuple) and any(isinstance(token, bool) for token in tokens):
+        raise GenerationError(f"{expected}, got True or False among {short(tokens)}.")
     try:
         array = mx.array(tokens)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise GenerationError(f"{expected}, got {type(tokens).__name__}: {short(tokens)}.") from error
     if array.ndim == 2 and array.shape[0] != 1:
         raise GenerationError(f"Batch size {array.shape[0]} is not supported; decode one sequence at a time.")
@@ -127,8 +139,8 @@ def _is_messages(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and any(isinstance(m, Mapping) for m in prompt)
 
 
-def _checked_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
-    """The prompt as messages, with the system prompt first if there is one."""
+def _checked_messages(prompt: Any, system: str | None = None, template: str = "") -> list[dict[str, Any]]:
+    """The prompt as messages of text, the system prompt first if there is one; ``template`` may name further roles."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise GenerationError("The prompt is empty; expected text.")
@@ -139,7 +151,11 @@ def _checked_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
                 raise GenerationError(
                     f"Message {number} of the prompt must have a 'role' and a 'content', got {short(message)}."
                 )
-        messages = [dict(message) for message in prompt]
+            if message["role"] not in ROLES and not re.search(rf"[\"']{re.escape(message['role'])}[\"']", template):
+                raise GenerationError(
+                    f"Message {number} has the role {short(message['role'])}; expected one of {', '.join(ROLES)}."
+                )
+        messages = [dict(message) | _text_content(message, number) for number, message in enumerate(prompt, 1)]
         if messages[-1]["role"] in ("assistant", "system", "developer"):
             raise GenerationError(
                 f"The last message is the {messages[-1]['role']}'s; expected the message to answer last."
@@ -153,6 +169,21 @@ def _checked_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
     for message in messages:
         _check_text(f"The text of the {message['role']}", message.get("content"))
     return messages
+
+
+def _text_content(message: Message, number: int) -> dict[str, str]:
+    """The message's content as one text; none where other keys, such as ``tool_calls``, say what it holds.
+
+    Raises ``GenerationError`` for anything that is no text, such as an image.
+    """
+    content = message.get("content")
+    if isinstance(content, list | tuple) and content:
+        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return {"content": "".join(texts)}
+    elif isinstance(content, str) or (content is None and set(message) - {"role", "content"}):
+        return {}
+    raise GenerationError(f"The content of message {number} must be text, got {short(content)}.")
 
 
 def _check_text(what: str, text: Any) -> None:
@@ -169,6 +200,11 @@ def _check_text(what: str, text: Any) -> None:
 def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     if config is not None and not isinstance(config, Mapping):
         raise GenerationError(f"chat_template_config must be a dict of switches, got {short(config)}.")
+    for name in config or ():
+        if name in _NO_SWITCHES or not isinstance(name, str):
+            raise GenerationError(
+                f"{short(name)} is no switch of a chat template; leave it out of chat_template_config."
+            )
     return dict(config or {})
 
 

@@ -1,7 +1,8 @@
 """A target ready for decoding: an mlx-lm model, its tokenizer and its adapter, behind the few calls decoding needs."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,6 +147,21 @@ class LoadedTargetModel:
         if rewindable:
             recorder = early_layers(recorder)
         return self.adapter.forward(tokens, cache, layer_ids, recorder)
+
+    @contextmanager
+    def alone(self, wait: bool = False) -> Iterator[None]:
+        """Compute with the model while no other thread does.
+
+        Raises ``GenerationError`` if another thread is computing with it, unless told to ``wait``.
+        """
+        if not self.adapter.in_use.acquire(blocking=wait):
+            raise GenerationError(
+                "Another thread is computing with this target; decode in one thread at a time, or load one for each."
+            )
+        try:
+            yield
+        finally:
+            self.adapter.in_use.release()
 
     def check_trees(self, cache: TargetCache) -> None:
         """Raise ``IncompatibleModelsError`` if no tree of drafts can be verified over ``cache``.

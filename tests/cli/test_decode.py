@@ -49,6 +49,13 @@ def test_stdout_holds_the_text_and_stderr_one_line_on_speed(pair):
     assert (answer["text"], answer["tokens"], answer["acceptance_length"]) == ("", [], None)
 
 
+def test_an_answer_that_the_context_ended_says_so_unless_its_end_was_asked_for(pair):
+    prompt, asked = "long " * 98, ("--max-tokens", "22")
+    note = "The answer ends here because the context of 512 tokens is full."
+    assert invoke("generate", prompt, "--raw", *pair).stderr.splitlines()[1:] == [note]
+    assert invoke("generate", prompt, "--raw", *pair, *asked).stderr.splitlines()[1:] == []
+
+
 def test_a_dash_reads_the_prompt_and_raw_takes_it_as_it_is(pair):
     def answer(*options: str) -> dict:
         shown = invoke("generate", *options, *pair, "--max-tokens", "9", "--json", stdin="Hi\n")
@@ -150,7 +157,7 @@ def test_a_cached_prompt_is_continued_within_its_message(pair, tmp_path):
     invoke("cache-prompt", "Read", *pair, "--raw", "--prompt-cache-file", file)
     ours = json.loads(invoke("generate", " this", *raw, "--prompt-cache-file", file).stdout)
     assert ours["tokens"] == json.loads(invoke("generate", "Read this", *raw).stdout)["tokens"]
-    assert_one_error(invoke("generate", "a", *pair, "--prompt-cache-file", tmp_path / "no"), "Cannot read the prompt")
+    assert_one_error(invoke("generate", "a", *pair, "--prompt-cache-file", tmp_path / "no"), "no is no prompt cache")
     assert_one_error(
         invoke("generate", "a", *pair, "--prompt-cache-file", file, "--system", "s"), "give --system to dflash cache"
     )

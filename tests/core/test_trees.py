@@ -15,7 +15,7 @@ from dflash.core.errors import DFlashError
 from dflash.core.trees import best_first, chain, outcomes, rows_before, walk
 from dflash.decoding.block import Decoding
 from dflash.decoding.loop import decode, prefill
-from dflash.drafters.tree import TreeDrafter, likeliest
+from dflash.drafters.tree import MOST, TreeDrafter, likeliest
 from dflash.policies.adaptive import Adaptive
 from dflash.policies.base import BlockRecord, Drafts
 from dflash.target import tree as tree_pass
@@ -166,6 +166,16 @@ def test_the_text_is_plain_decodings_and_more_is_accepted_where_the_second_choic
         tau(decoder, PROMPT, 60, tree=24, repetition_penalty=1.3)[0]
         == tau(decoder, PROMPT, 60, repetition_penalty=1.3)[0]
     )
+
+
+def test_a_tree_beyond_all_use_is_lowered_with_a_warning(caplog):
+    text, _ = plain_greedy(MODELS["llama"](), PROMPT, 9)
+    decoder = DFlashSpeculativeDecoder(MODELS["llama"](), Unsure(PROMPT + text, VOCAB, 0.6), policy="full")
+    steps = {}
+    for nodes in (MOST, 10**6):
+        steps[nodes] = decoder.spec_generate(PROMPT, 9, tree=nodes).tolist()
+        assert caplog.messages == ([] if nodes == MOST else ["tree 1000000 is more than 512 drafts; 512 are used."])
+    assert list(steps.values()) == [[PROMPT + text]] * 2
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}, {"kv_bits": 8}])

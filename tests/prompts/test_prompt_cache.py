@@ -250,9 +250,12 @@ def test_what_is_no_prompt_cache_of_this_model_is_one_line(tmp_path):
     decoder.cache_prompt(FIRST, cache)
     with pytest.raises(GenerationError, match=r"is a \.safetensors file"):
         cache.save(tmp_path / "c.npz")
+    with pytest.raises(GenerationError, match="512 tokens leaves no room in the limit of 512"):
+        decoder.cache_prompt([1] * 512, cache)
+    assert cache.tokens == FIRST, "nothing was read"
     mx.save_safetensors(str(file), {"x": mx.zeros(3)})
     for unreadable in (file, tmp_path / "none.safetensors"):
-        with pytest.raises(GenerationError, match="Cannot read the prompt cache"):
+        with pytest.raises(GenerationError, match=r"is no prompt cache; expected a file of dflash"):
             decoder.load_prompt_cache(unreadable)
     cache.save(file)
     twin = DFlashSpeculativeDecoder(target("qwen3", 5), bound_drafter("qwen3", 5))  # of the same shape

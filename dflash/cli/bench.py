@@ -47,7 +47,8 @@ def bench(
         typer.Option(
             "--drafter",
             metavar="PATH|HUB",
-            help="A drafter for the target; repeatable, to compare several. Also: bundled, ngram, ngram+PATH, a plug-in's.",
+            help="A drafter for the target; repeatable, to compare several. Also: bundled, ngram, ngram+PATH, "
+            "a plug-in's.",
             callback=options.not_empty,
         ),
     ] = None,

@@ -73,9 +73,21 @@ class ModelOptions:
         """The target. Raises ``DFlashError`` for a bad checkpoint, or a drafter alone of another target."""
         from .target.load import add_stop_tokens
 
+        self.check_drafter()
         target = self._load_target()
         add_stop_tokens(target, self.extra_eos_token)
         return target
+
+    def check_drafter(self) -> None:
+        """Raise ``CheckpointError`` if the drafter is neither a name, a hub name nor a folder that is there."""
+        from .core.files import is_hub_name, resolve_checkpoint
+        from .drafters.combined import PREFIX
+        from .drafters.kinds import needs_no_files
+        from .target.load import BUNDLED
+
+        name = str(self.drafter or BUNDLED).removeprefix(PREFIX)
+        if name != BUNDLED and not needs_no_files(name) and not is_hub_name(name):
+            resolve_checkpoint(name)
 
     def _load_target(self) -> "LoadedTargetModel":
         from .bundled import target_for

@@ -23,7 +23,7 @@ from dflash.drafters.checkpoints.config import spread_layer_ids
 from ..core.settings import settings_help, to_dict, with_overrides
 from .batches import Batches
 from .cpu import forward_hidden
-from .data.dataset import open_dataset
+from .data.dataset import open_dataset, read_manifest
 from .data.mask_token import unused_tokens
 from .data.sequences import Sequences
 from .drafters.init import new_drafter
@@ -75,11 +75,14 @@ def propose_recipe(
     Raises ``DFlashError`` for a target or dataset that cannot be used, and
     :class:`~dflash.core.settings.SettingsError` for an impossible override.
     """
+    overrides = [*(QUICK if quick else ()), *overrides]
+    check_overrides(overrides)
+    if data is not None:
+        read_manifest(data)  # before the target loads, which may take minutes
     loaded = load_target(target, trust_remote_code)
     sequences = None if data is None else open_dataset(data, "train", loaded)
     name = Path(target).resolve().name.lower()
     reasons: dict[str, str] = {}
-    overrides = [*(QUICK if quick else ()), *overrides]
     given = {override.partition("=")[0].strip() for override in overrides}
     drafter = _shape(loaded, sequences, reasons, given)
     settings = _data_settings(data or Path("data") / name, loaded, sequences, reasons)
@@ -99,6 +102,11 @@ def propose_recipe(
         reasons.pop(name, None)
     estimates = [_memory_line(training_memory(checked, sizes)), _time_line(checked, batch_seconds, sequences)]
     return Proposal(checked, reasons, estimates)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise ``SettingsError`` for settings that no recipe takes, whatever its target."""
+    with_overrides(Recipe("target", DataSettings(Path("data")), RunSettings(folder=Path("run"))), overrides, _PROPOSED)
 
 
 def _shape(

@@ -29,7 +29,7 @@ from .data.sequences import Sequences
 from .export import export
 from .loop.run_folder import BEST
 from .loop.run_folder import RECIPE as RUN_OF_TRAIN
-from .new_recipe import as_yaml, propose_recipe, training_seconds
+from .new_recipe import as_yaml, check_overrides, propose_recipe, training_seconds
 from .recipe import load_recipe
 from .train import FINISHED, train
 
@@ -64,6 +64,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.count is not None and self.count < 1:
             raise DataError(f"count must be at least 1, got {self.count}.")
+        check_overrides(self.recipe_settings)
 
     def run(self) -> Path:
         """Run the stages that are left; returns the folder of the finished drafter.
@@ -127,6 +128,8 @@ class Pipeline:
                 f"{self.folder} was not made by dflash fit: it holds a run or a drafter, and no {RECIPE}. Choose a new "
                 "folder; a run of dflash train continues by dflash train."
             )
+        if self.prompts is not None and not (self.folder / DATA / MANIFEST).exists():
+            read_conversations(self.prompts, limit=self.count)  # a wrong file shows before the target loads
 
     def _data(self, target: LoadedTargetModel) -> None:
         if (self.folder / DATA / MANIFEST).exists():

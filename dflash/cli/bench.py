@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core.errors import DFlashError, one_line
+from ..core.values import require_count
 from ..models import ModelOptions
 from ..options import DecodeOptions
 from . import loading, options, terminal
@@ -73,6 +74,9 @@ def bench(
     dflash bench --drafter bundled --drafter ngram --limit 20
     dflash bench --target T --drafter mine --prompts q.jsonl --template "{question}"
     """
+    require_count("runs", runs, 1)
+    if decoding.max_tokens is not None:
+        require_count("max_tokens", decoding.max_tokens, 1)
     requests = Requests.read(prompts, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
     loading.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads

@@ -11,7 +11,7 @@ from ..core.errors import DataError
 from ..models import ModelOptions
 from ..options import DecodeOptions
 from . import options
-from .options import Limit, RunSeed, Template
+from .options import Begin, Limit, RunSeed, Template, can_be_made
 from .requests import PromptFormat
 from .terminal import show_log, stopped
 
@@ -23,8 +23,10 @@ data_app = typer.Typer(no_args_is_help=True, help="Look into datasets, split or 
 app.add_typer(data_app, name="data")
 
 Prompts = Annotated[str, typer.Argument(metavar="FILE.jsonl|HUB", help="Prompts, with or without responses.")]
-Out = Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder of the dataset.")]
-OutOption = Annotated[Path | None, typer.Option("--output", metavar="FOLDER", help="Another way to name OUT.")]
+Out = Annotated[Path | None, typer.Argument(metavar="OUT", help="The folder of the dataset.", callback=can_be_made)]
+OutOption = Annotated[
+    Path | None, typer.Option("--output", metavar="FOLDER", help="Another way to name OUT.", callback=can_be_made)
+]
 HubSplit = Annotated[
     str | None, typer.Option(help="Of a hub dataset; 'train[:1000]' takes its first 1000 rows. Default: train.")
 ]
@@ -48,8 +50,8 @@ SplitName = Annotated[Literal["train", "heldout"] | None, typer.Option(help="Onl
 @app.command()
 @options.grouped(models=options.group(ModelOptions, "target", "trust_remote_code"))
 def prompts(
-    output: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="The file to write.")],
-    count: Annotated[int, typer.Option(metavar="N", help="How many different requests.")],
+    output: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="The file to write.", callback=can_be_made)],
+    count: Annotated[int, typer.Option(metavar="N", help="How many different requests.", min=1)],
     models: ModelOptions,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of a request; one that goes on is dropped.")] = 256,
     temp: Annotated[float, typer.Option(help="Temperature; must be greater than 0.")] = 1.0,
@@ -57,10 +59,7 @@ def prompts(
         float, typer.Option(help="Never draw tokens less probable than this part of the best one's.")
     ] = 0.02,
     seed: RunSeed = 0,
-    begin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Words to begin requests with, in turn; '' for none. Repeatable."),
-    ] = None,
+    begin: Begin = None,
     system: Annotated[str | None, options.option_of(PromptFormat, "system")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests written at a time.")] = 64,
     round_size: Annotated[int, typer.Option(help="Most requests sampled together; a kill loses a round.")] = 256,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import RunSeed, TrustRemoteCode, not_empty
+from .options import Begin, RunSeed, TrustRemoteCode, can_be_made, not_empty
 from .terminal import show_log, stopped
 
 app = typer.Typer()
@@ -15,7 +15,12 @@ app = typer.Typer()
 @app.command()
 def fit(
     target: Annotated[str, typer.Option(metavar="PATH|HUB", help="The target.", callback=not_empty)],
-    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Where everything goes; the drafter to its drafter/.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Where everything goes; the drafter to its drafter/.", callback=can_be_made
+        ),
+    ],
     count: Annotated[
         int | None, typer.Option(metavar="N", help="Requests that the target makes up. Default: 5000.")
     ] = None,
@@ -25,10 +30,7 @@ def fit(
     max_tokens: Annotated[int, typer.Option(help="Most tokens of a response.")] = 512,
     temp: Annotated[float, typer.Option(help="Temperature of the responses; 0 is greedy.")] = 0.0,
     seed: RunSeed = 0,
-    begin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Words to begin requests with, in turn; '' for none. Repeatable."),
-    ] = None,
+    begin: Begin = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting of the recipe; repeatable."),

@@ -37,6 +37,8 @@ def load_decoders(models: ModelOptions, drafters: Sequence[str]) -> dict[str, "D
     names = drafters or [BUNDLED]
     if len(set(names)) < len(names):
         raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(names)}.")
+    for name in names:
+        replace(models, drafter=name).check_drafter()
     alone = {name: name.removeprefix(COMBINED) for name in names}
     for_any_target = (name for name in names if alone[name] == BUNDLED or needs_no_files(alone[name]))
     target = replace(models, drafter=next(for_any_target, names[0])).load_target()

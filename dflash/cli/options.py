@@ -71,7 +71,7 @@ def can_be_made(ctx: typer.Context, parameter: typer.CallbackParam, value: Path 
 def existing_cache(ctx: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
     """Refuse a prompt cache that is not there."""
     if value is not None and not Path(value).is_file():
-        raise DFlashError(f"{parameter.opts[0]} {value}: Cannot read the prompt cache; there is no such file.")
+        raise DFlashError(f"{parameter.opts[0]}: {value} is no prompt cache; there is no such file.")
     return value
 
 
@@ -288,7 +288,9 @@ Template = Annotated[
 ]
 Begin = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="Words to begin requests with, in turn; '' for none. Repeatable.", callback=is_text),
+    typer.Option(
+        metavar="TEXT", help="Words to begin requests with, in turn; '' for none. Repeatable.", callback=is_text
+    ),
 ]
 Limit = Annotated[int | None, typer.Option(metavar="N", help="Take only the first N prompts.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

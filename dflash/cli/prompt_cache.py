@@ -22,7 +22,7 @@ app = typer.Typer()
 def cache_prompt(
     prompt_cache_file: Annotated[
         str,
-        typer.Option(metavar="FILE", help="The .safetensors file to write.", callback=options.not_empty),
+        typer.Option(metavar="FILE", help="The .safetensors file to write.", callback=options.new_cache),
     ],
     models: ModelOptions,
     form: PromptFormat,

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..core.errors import DFlashError, did_you_mean
-from .options import TrustRemoteCode, not_empty
+from .options import TrustRemoteCode, can_be_made, not_empty
 from .terminal import print_rich, show_log
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ def recipe(
     data: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Its dataset, made by dflash prepare, if there is one yet.")
     ] = None,
-    run: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the run shall leave its files.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where the run shall leave its files.", callback=can_be_made),
+    ] = None,
     settings: Settings = None,
     quick: Annotated[bool, typer.Option("--quick", help="A run that ends in minutes, to try training.")] = False,
     trust_remote_code: TrustRemoteCode = False,

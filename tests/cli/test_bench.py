@@ -161,8 +161,8 @@ def test_a_prompt_that_fails_leaves_the_results_of_the_others(pair, prompts, mon
         ('{"prompt": }', [], "line 2 is not valid JSON"),
         ('{"prompt": "a", "check": {"kind": "riddle"}}', [], "of no known kind"),
         ('{"prompt": "a", "check": 1}', [], 'line 2: "check" must be an object, got int'),
-        ('{"prompt": "a"}', ["--runs", "0"], "runs must be at least 1, got 0"),
-        ('{"prompt": "a"}', ["--max-tokens", "0"], "max_tokens must be at least 1 to compare, got 0"),
+        ('{"prompt": "a"}', ["--runs", "0"], "runs must be a whole number of at least 1, got 0"),
+        ('{"prompt": "a"}', ["--max-tokens", "0"], "max_tokens must be a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_bench_input_is_one_line_and_exit_1(pair, tmp_path, line, options, message):

@@ -6,12 +6,11 @@ divided first, so that what is hard about a prompt does not blur the difference.
 
 import math
 import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import mul
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -74,38 +73,8 @@ class Interval:
 # --- quantities over prompts -------------------------------------------------------------------------------
 
 
-class Quantity(ABC):
-    """A positive number found from several prompts. Products and powers are those of the same prompts."""
-
-    @property
-    @abstractmethod
-    def value(self) -> float:
-        """The number; it need not be finite."""
-
-    @abstractmethod
-    def interval(self) -> Interval:
-        """The number with its 95 % interval over prompts."""
-
-    @abstractmethod
-    def __mul__(self, other: Self) -> Self: ...
-
-    @abstractmethod
-    def __pow__(self, power: float) -> Self: ...
-
-    def __truediv__(self, other: Self) -> Self:
-        return self * other**-1
-
-
-Q = TypeVar("Q", bound=Quantity)
-
-
-def geometric_mean(quantities: Sequence[Q]) -> Q:
-    """The geometric mean of quantities over the same prompts."""
-    return reduce(mul, quantities) ** (1 / len(quantities))
-
-
 @dataclass(frozen=True, eq=False)
-class Ratio(Quantity):
+class Ratio:
     """Sums over prompts, divided: tokens over blocks, or one such ratio over another.
 
     It is ``prod_k (sum_p terms_KP) ** powers_K`` with powers that add up to zero.
@@ -129,14 +98,19 @@ class Ratio(Quantity):
     def __pow__(self, power: float) -> "Ratio":
         return Ratio(self.terms_KP, self.powers_K * power)
 
+    def __truediv__(self, other: "Ratio") -> "Ratio":
+        return self * other**-1
+
     @property
     def value(self) -> float:
+        """The ratio; it need not be finite."""
         sums_K, above_K = self.terms_KP.sum(axis=1), self.powers_K > 0
         above, below = (np.prod(sums_K[side] ** abs(self.powers_K[side])) for side in (above_K, ~above_K))
         with np.errstate(divide="ignore", invalid="ignore"):
             return float(above / below)
 
     def interval(self) -> Interval:
+        """The ratio with its 95 % interval."""
         value, prompts = self.value, self.terms_KP.shape[1]
         if prompts < 2 or not 0 < value < math.inf:
             return Interval(value)
@@ -169,7 +143,7 @@ def _resampled(prompts: int) -> Floats:
 
 
 @dataclass(frozen=True, eq=False)
-class Median(Quantity):
+class Median:
     """The median over prompts of each prompt's number, which one stalled prompt does not move; NaN are left out.
 
     Limits are numbers of the prompts, interpolated (Hettmansperger and Sheather 1986): nothing is assumed of their
@@ -184,12 +158,17 @@ class Median(Quantity):
     def __pow__(self, power: float) -> "Median":
         return Median(self.values_P**power)
 
+    def __truediv__(self, other: "Median") -> "Median":
+        return self * other**-1
+
     @property
     def value(self) -> float:
+        """The median; NaN without a number."""
         known = self.values_P[np.isfinite(self.values_P)]
         return float(np.median(known)) if len(known) else math.nan
 
     def interval(self) -> Interval:
+        """The median with its 95 % interval."""
         from scipy import special  # not at start-up
 
         values = np.sort(self.values_P[np.isfinite(self.values_P)])
@@ -202,6 +181,14 @@ class Median(Quantity):
         inwards = (count - depth) * share / (depth + (count - 2 * depth) * share)
         low, high = ((1 - inwards) * side[depth - 1] + inwards * side[depth] for side in (values, values[::-1]))
         return Interval(self.value, float(low), float(high))
+
+
+Quantity = TypeVar("Quantity", Ratio, Median)
+
+
+def geometric_mean(quantities: Sequence[Quantity]) -> Quantity:
+    """The geometric mean of quantities over the same prompts; of medians it is taken prompt by prompt."""
+    return reduce(mul, quantities) ** (1 / len(quantities))
 
 
 # --- runs --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluation.statistics import FEWEST_PROMPTS, Interval, Quantity, geometric_mean, student
+from ..evaluation.statistics import FEWEST_PROMPTS, Interval, geometric_mean, student
 from .plan import Plan, PlannedCell
 from .results import CellAnswers, columns
 from .settings import short_name
@@ -27,6 +27,7 @@ METRICS = {"acceptance_length": "acceptance", "tokens_per_s": "speed"}
 """The attribute of :class:`~dflash.study.results.CellAnswers` for each metric."""
 
 Pair = tuple[CellAnswers, CellAnswers]
+Quantity = Any  # a Ratio or a Median
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash.evaluation.statistics import Interval, Median, Quantity, Ratio, geometric_mean, student
+from dflash.evaluation.statistics import Interval, Median, Ratio, geometric_mean, student
 
 COUNTS = Path(__file__).with_name("heldout_counts.csv")  # of `dflash eval --json`, by_prompt
 TOKENS, BLOCKS = np.loadtxt(COUNTS, delimiter=",", skiprows=1).T
@@ -63,7 +63,7 @@ def test_means_are_geometric_and_of_each_prompt_where_medians_are_taken():
         (Median(np.array([])), math.nan),
     ],
 )
-def test_what_says_nothing_of_other_prompts_has_no_limits(quantity: Quantity, value):
+def test_what_says_nothing_of_other_prompts_has_no_limits(quantity, value):
     found = quantity.interval()
     assert (found.low, found.high) == (None, None)
     assert found.value == pytest.approx(value, nan_ok=True)

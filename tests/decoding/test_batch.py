@@ -1,7 +1,6 @@
 """Each row of a batch writes what its text is alone, whatever is accepted, and leaves with the caches of that text."""
 
 import random
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 
@@ -9,10 +8,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import StopSequences, generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from support.models import ScriptedCache
-from support.row_targets import ROW_TARGETS, WINDOW, row_target
+from support.rows import ROW_TARGETS, WINDOW, Script, row_target
 
-from dflash import BlockRecord, Policy, Proposal
+from dflash import BlockRecord, Policy
 from dflash.decoding.batch import SpeculativeGenerator, Tapped
 from dflash.target.compare import assert_same_caches
 
@@ -61,37 +59,6 @@ def alone(name: str, sampling: str, long: bool) -> list[list[int]]:
     return texts
 
 
-@dataclass
-class Script:
-    """Drafts each text's own continuation, each token right with its text's chance."""
-
-    texts: list[list[int]]
-    chances: list[float]
-    vocab_size: int
-    block_size: int = BLOCK
-    target_layer_ids: tuple[int, ...] = (0,)
-    chance: random.Random = field(default_factory=lambda: random.Random(7))
-
-    def bind(self, target) -> None: ...
-
-    def make_cache(self) -> ScriptedCache:
-        return ScriptedCache()
-
-    def extend_context(self, features: mx.array, cache: ScriptedCache, tokens: mx.array) -> None:
-        assert features.shape[:2] == tokens.shape
-        assert features.shape[2] > 0
-        cache.tokens += tokens[0].tolist()
-        cache.features.append(features)
-
-    def propose(self, anchor: mx.array, length: int, cache: ScriptedCache) -> Proposal:
-        read = [*cache.tokens, anchor.item()]
-        number = next(i for i, text in enumerate(self.texts) if text[: len(read)] == read)
-        planned = self.texts[number][len(read) :][:length]
-        right = [self.chance.random() < self.chances[number] for _ in planned]
-        drafts = [t if ok else (t + 1) % self.vocab_size for t, ok in zip(planned, right, strict=True)]
-        return Proposal(mx.array([drafts], mx.int32).reshape(1, len(drafts)))
-
-
 ACCEPTANCE = {"all": [1.0] * TEXTS, "none": [0.0] * TEXTS, "ragged": [0.9, 0.3, 0.7, 1.0, 0.0]}
 
 
@@ -121,7 +88,7 @@ def check(name, rows, acceptance, sampling, events, policy="whole blocks"):
     texts, asked = alone(name, sampling, long), prompts(name, long)
     count = TEXTS if "joins" in events or rows == TEXTS else rows
     whole = [prompt + text for prompt, text in zip(asked, texts, strict=True)][:count]
-    drafter = Script(whole, ACCEPTANCE[acceptance], target.vocab_size)
+    drafter = Script(whole, ACCEPTANCE[acceptance], target.vocab_size, BLOCK)
     policies = POLICIES[policy]()
     model = Tapped(target, drafter, lambda rows: policies, BLOCK, 4096)
     limits, stops = [MOST] * count, [[] for _ in range(count)]
@@ -132,7 +99,9 @@ def check(name, rows, acceptance, sampling, events, policy="whole blocks"):
     for i, stop in enumerate(stops):
         if stop:
             expected[i] = expected[i][: expected[i].index(stop[0][0]) + 1]
-    generator = SpeculativeGenerator(model, completion_batch_size=rows, prefill_batch_size=min(rows, 2))
+    # Short steps: prompts that are not begun join others that are half read.
+    steps = {"prefill_batch_size": rows, "prefill_step_size": 8} if "joins" in events else {"prefill_batch_size": 1}
+    generator = SpeculativeGenerator(model, completion_batch_size=rows, **steps)
     sampler, processors = SAMPLING[sampling]
     uids = generator.insert(
         asked[:count],

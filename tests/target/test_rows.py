@@ -1,7 +1,7 @@
 """Rows that keep different numbers of a pass's tokens are what their texts are alone; what cannot be is refused."""
 
 import pytest
-from support.row_targets import ROW_TARGETS, row_target
+from support.rows import ROW_TARGETS, row_target
 
 from dflash import LoadedTargetModel
 from dflash.adapters.conformance import small_models as small

@@ -1,0 +1,150 @@
+"""Many prompts at once: the texts of each alone, options of their own, errors that leave the decoder as it was."""
+
+import logging
+from itertools import count
+
+import pytest
+from support.errors import refused
+from support.models import TEXT_VOCAB, qwen3_model, random_drafter, wrapped_tokenizer
+from support.rows import Script
+
+from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash.drafters.ngram import NgramDrafter
+
+PROMPTS = ["a", "Two words", "abcabcabcabcabcabcabcabcabcabc", "What?", "b b b b"]
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    model = qwen3_model(3, TEXT_VOCAB)
+    return DFlashSpeculativeDecoder(model, random_drafter(1, TEXT_VOCAB), wrapped_tokenizer(), max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def texts(decoder):
+    return [decoder.generate(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch_size"), [("full", 1), ("full", 2), (2, 5), (0, 5), ("adaptive", 2), ("adaptive", 5)]
+)
+def test_texts_are_those_of_each_prompt_alone(decoder, texts, policy, batch_size):
+    assert decoder.batch_generate(PROMPTS, batch_size=batch_size, policy=policy) == texts
+
+
+def test_each_prompt_may_have_options_of_its_own(decoder, texts):
+    each = [
+        {"max_tokens": 5},
+        {"stop_strings": [texts[1][6:8]]},
+        {"logit_bias": {65: 4.0}},
+        {"stop_token_ids": [decoder.tokenizer.encode(texts[3][4])[0]]},
+        {"max_tokens": 0},
+    ]
+    expected = [decoder.generate(prompt, **own) for prompt, own in zip(PROMPTS, each, strict=True)]
+    assert expected[4] == ""
+    assert all(len(short) < len(text) for short, text in zip(expected[:2], texts, strict=False))
+    assert decoder.batch_generate(PROMPTS, batch_size=3, each=each) == expected
+
+
+def test_a_response_is_a_token_of_the_targets_and_the_accepted_drafts(decoder):
+    tokens = {i: [] for i in range(len(PROMPTS))}
+    for number, response in decoder.stream_batch(PROMPTS, policy="full"):
+        if response.finish_reason is None:
+            assert response.tokens[1:] == response.drafted[: response.accepted]
+        tokens[number] += response.tokens
+        assert response.generation_tokens == len(tokens[number])
+        assert response.prompt_tps > 0
+    for prompt, written in zip(PROMPTS, tokens.values(), strict=True):
+        assert written == [token for response in decoder.stream_generate(prompt) for token in response.tokens]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(({name: value}, (name, "one prompt at a time")) for name, value in {
+            "tree": 4, "kv_bits": 8, "max_kv_size": 32, "profile": True, "trace": list,
+            "verify": "speculative_sampling",
+        }.items()),
+        ({"seed": 1, "temperature": 0.5}, ("seed", "one prompt at a time")),
+        ({"each": [{"policy": "full"}] * len(PROMPTS)}, ("policy", "whole batch")),
+        ({"each": [{}]}, ("5 prompts and 1 options",)),
+        ({"batch_size": 0}, ("batch_size", "at least 1")),
+        ({"max_tokens": 10**6}, ("exceeds the limit",)),
+    ],
+)  # fmt: skip
+def test_what_works_with_one_text_only_is_refused_at_once(decoder, options, words):
+    with pytest.raises(DFlashError) as error:
+        decoder.stream_batch(PROMPTS, **options)
+    refused(error, *words)
+
+
+class Trouble(Exception):
+    pass
+
+
+def failing(after: int, error: type[BaseException]):
+    calls = count()
+
+    def process(tokens, logits):
+        if next(calls) >= after:
+            raise error("here")
+        return logits
+
+    return process
+
+
+@pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt])
+@pytest.mark.parametrize("after", [0, 20])
+def test_an_error_in_one_row_ends_the_batch_and_nothing_else(decoder, texts, error, after):
+    each = [{}, {"logits_processors": [failing(after, error)]}, {}, {}, {}]
+    with pytest.raises(error):
+        decoder.batch_generate(PROMPTS, each=each)
+    assert decoder.batch_generate(PROMPTS[:2]) == texts[:2]
+    assert decoder.generate(PROMPTS[2]) == texts[2]
+
+
+@pytest.mark.parametrize("policy", ["full", 0])
+def test_a_caller_may_stop_anywhere(decoder, texts, policy):
+    for steps in (1, 4, 9):
+        responses = decoder.stream_batch(PROMPTS, policy=policy)
+        for _ in range(steps):
+            next(responses)
+        responses.close()
+    assert decoder.batch_generate(PROMPTS, policy=policy) == texts
+
+
+def test_a_drafter_for_one_text_is_asked_for_each_and_that_is_said(texts, caplog):
+    decoder = DFlashSpeculativeDecoder(qwen3_model(3, TEXT_VOCAB), NgramDrafter(), wrapped_tokenizer(), max_tokens=24)
+    with caplog.at_level(logging.INFO, "dflash"):
+        assert decoder.batch_generate(PROMPTS, policy="full") == texts
+    assert "NgramDrafter drafts for one text after another" in caplog.text
+
+
+# --- the default policy: costs of so many rows decide ------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cost_of_a_token", "pays"), [(0.001, True), (0.3, False)], ids=["memory bound", "busy"])
+def test_where_no_length_pays_for_so_many_rows_the_steps_are_mlx_lms_own(monkeypatch, cost_of_a_token, pays):
+    target, drafter = LoadedTargetModel(qwen3_model(3, TEXT_VOCAB), wrapped_tokenizer()), Script([], [], TEXT_VOCAB)
+    decoder = DFlashSpeculativeDecoder(target, drafter, max_tokens=64)
+    prompts = [target.build_prompt(prompt) for prompt in PROMPTS]
+    drafter.texts = [decoder.spec_generate(prompt, policy=0, stop_token_ids=[]).tolist()[0] for prompt in prompts]
+    drafter.chances = [0.3] * len(prompts)
+    now, passes = [0.0], []
+
+    def timed(forward):
+        def pass_(self, tokens, *rest):
+            passes.append(tokens.shape)
+            now[0] += 1 + cost_of_a_token * tokens.size
+            return forward(self, tokens, *rest)
+
+        return pass_
+
+    decoder.clock = lambda: now[0]
+    for name in ("forward_rows", "forward_hidden"):
+        monkeypatch.setattr(LoadedTargetModel, name, timed(getattr(LoadedTargetModel, name)))
+    for number, response in decoder.stream_batch(PROMPTS, stop_token_ids=[]):
+        prompts[number] += response.tokens
+    assert prompts == drafter.texts
+    steps = [length for rows, length in passes[20:] if rows == len(PROMPTS)]
+    assert (sum(length > 1 for length in steps) > len(steps) / 2) == pays

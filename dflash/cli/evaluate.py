@@ -1,13 +1,15 @@
-"""``dflash eval``: how good a drafter is, by decoding a file of prompts or standard suites."""
+"""``dflash eval``: how good drafters are, on prompts of a file or standard suites; ``dflash texts``: what it keeps."""
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.errors import DFlashError
+from ..core.errors import DFlashError, install_extra
 from ..models import ModelOptions
 from ..options import DecodeOptions
 from . import loading, options, terminal
@@ -16,10 +18,22 @@ from .requests import PromptFormat, Requests, that_fit
 if TYPE_CHECKING:
     from ..evaluation import BenchPrompt
     from ..evaluation.acceptance import Acceptance
+    from ..evaluation.replay import Drafted
+    from ..generate import DFlashSpeculativeDecoder
 
 app = typer.Typer()
 
 MAX_TOKENS = 256
+Drafters = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PATH|HUB]...", help="One or several. Default: the bundled one.", callback=options.not_empty
+    ),
+]
+BlockSizes = Annotated[
+    list[int] | None,
+    typer.Option(help="Positions per block, the anchor included; repeatable. Default: the drafter's own.", metavar="N"),
+]
 Suites = Annotated[
     list[str] | None,
     typer.Option(
@@ -28,11 +42,15 @@ Suites = Annotated[
         callback=options.not_empty,
     ),
 ]
+Folder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Where the target's texts are kept. Default: ~/.cache/dflash/texts."),
+]
 
 
 @app.command("eval")
 @options.grouped(
-    models=options.group(ModelOptions, without=("drafter",)),
+    models=options.group(ModelOptions, without=("drafter", "block_size")),
     form=options.group(PromptFormat),
     decoding=options.group(
         DecodeOptions,
@@ -47,49 +65,100 @@ def evaluate(
     form: PromptFormat,
     decoding: DecodeOptions,
     asked: dict[str, Any],
-    drafter: Annotated[
-        str | None,
-        typer.Argument(metavar="[PATH|HUB]", help="Default: the bundled one.", callback=options.not_empty),
-    ] = None,
+    drafter: Drafters = None,
+    block_size: BlockSizes = None,
     prompts: options.Prompts = None,
     suite: Suites = None,
     template: options.Template = None,
     limit: options.Limit = None,
+    decode: Annotated[bool, typer.Option("--decode", help="Decode, with the same result.")] = False,
+    texts: Folder = None,
+    every_anchor: Annotated[
+        bool, typer.Option("--every-anchor", help="Draft after every token too, and show more of the drafters.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Draw the acceptance lengths.", callback=options.in_a_folder),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Score a drafter on prompts by decoding: acceptance length, and acceptance by position.
+    """Score drafters on prompts: acceptance length, and acceptance by position.
+
+    At temperature 0 the target's texts do not depend on the drafter. They are
+    written once, in batches, and kept (dflash texts); drafters are scored on them
+    without decoding. It decodes with --decode, and for what needs it: sampling,
+    penalties, --policy, --tree, --verify, --trace, stop strings, kv options, and
+    prompts of several turns.
 
     Suites, and prompts whose lines have a "kind", get a row each. Ctrl-C ends it
-    with the score of the prompts that were answered.
+    with the score of the prompts that were answered; texts that were written are
+    kept.
 
     Examples:
 
     dflash eval
     dflash eval runs/mine/drafter --target Qwen/Qwen3-4B --prompts mine.jsonl --json
+    dflash eval steps/*/drafter --target T --plot steps.svg
     dflash eval DRAFTER --target T --suite gsm8k --suite mt-bench=FILE.jsonl --limit 80
     """
-    import mlx.core as mx
-
-    from ..evaluation.acceptance import measure_turns
-
-    models = replace(models, drafter=drafter)
+    models = replace(models, drafter=drafter[0] if drafter and len(drafter) == 1 else None)
     requests = _requests(prompts, suite, template, limit)
-    decoder = loading.load_decoder(models)
-    loaded, most = decoder.loaded_target, decoding.max_tokens or MAX_TOKENS
+    if decoding.trace and len(drafter or "-") * len(block_size or "-") > 1:
+        raise DFlashError("--trace records one drafter; give one, with one block size.")
+    decoders = _decoders(models, drafter or [], block_size or [])
+    loaded, most = next(iter(decoders.values())).loaded_target, decoding.max_tokens or MAX_TOKENS
     fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, most)
-    mx.random.seed(decoding.seed or 0)  # once: each prompt continues with the state that the previous one left
     terminal.show_progress()
-    others: dict[str, Any] = {"policy": decoding.policy} | decoding.asked("max_tokens", "temp", "seed", "trace")
-    with loading.trace_file(decoding, models) as file:
-        encode = form.in_messages(loaded)
-        each = measure_turns(decoder, fitting, encode, most, decoding.temp, trace=file, **others)
-        parts, interrupted = _parts(each, fitting, decoder.block_size)
+    decode = decode or _needs_decoding(decoding, fitting)
+    if every_anchor and decode:
+        raise DFlashError("--every-anchor works on finished texts; leave out --decode and what needs decoding.")
+    anchors: dict[str, Any] = {}
+    if decode:
+        parts, interrupted = _decode(decoders, models, decoding, form, fitting)
+    else:
+        parts, anchors, interrupted = _replay(decoders, fitting, most, decoding, texts, every_anchor)
     settings = {name: value for name, value in asked.items() if name != "as_json"} | loading.names_of(models)
-    settings |= {"prompts": requests.identity(), "trace": decoding.trace and str(decoding.trace)}
+    if len(decoders) > 1:
+        settings["drafter"] = [loading.path_or_bundled(name) for name in drafter or [loading.BUNDLED]]
+    paths = {"trace": decoding.trace, "texts": texts, "plot": plot}
+    settings |= {"prompts": requests.identity(), "decode": decode} | {n: p and str(p) for n, p in paths.items()}
+    settings["block_size"] = block_size[0] if block_size and len(block_size) == 1 else block_size
     about = {"settings": settings, "complete": not (interrupted or left_out), "left_out": left_out}
-    _show(parts, [prompt.kind for prompt in fitting[: len(parts)]], decoder.block_size, about, as_json)
+    done = len(next(iter(parts.values())))
+    _show(parts, anchors, [prompt.kind for prompt in fitting[:done]], decoders, about, plot, as_json)
     if interrupted:
-        raise terminal.stopped(f" after {len(parts)} of {len(fitting)} prompts.")
+        raise terminal.stopped(f" after {done} of {len(fitting)} prompts.")
+
+
+@app.command("texts")
+def list_texts(
+    folder: Folder = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete all of them.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """List the texts that dflash eval, train and compare keep, or delete them.
+
+    They take at most 256 MB; those that were not used for longest make room.
+    """
+    from rich.table import Table
+
+    from ..evaluation.texts import default_folder, delete_texts, kept_texts
+
+    folder = folder or default_folder()
+    found = kept_texts(folder)
+    if delete:
+        delete_texts(folder)
+    if as_json:
+        print(json.dumps([vars(kept) | {"folder": str(kept.folder)} for kept in found]))
+        return
+    held = f"{sum(k.texts for k in found)} texts, {sum(k.nbytes for k in found) / 1e6:.1f} MB"
+    print(f"{held}, {'deleted from' if delete else 'in'} {folder}")
+    if not delete and found:
+        table = Table("target", "texts", "MB", "last used", "folder", box=None, pad_edge=False)
+        for kept in found:
+            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.used))
+            table.add_row(kept.name, str(kept.texts), f"{kept.nbytes / 1e6:.1f}", used, kept.folder.name)
+        terminal.print_rich(table)
 
 
 def _requests(prompts: str | None, suites: list[str] | None, template: str | None, limit: int | None) -> Requests:
@@ -101,34 +170,157 @@ def _requests(prompts: str | None, suites: list[str] | None, template: str | Non
     return Requests.of_suites(suites, limit)
 
 
-def _parts(
-    each: "Iterator[tuple[int, Acceptance]]", prompts: "list[BenchPrompt]", block_size: int
-) -> tuple[list["Acceptance"], bool]:
-    """Counts of each prompt that was answered, all its turns together, and whether Ctrl-C came before the last."""
+def _decoders(
+    models: ModelOptions, drafters: Sequence[str], block_sizes: Sequence[int]
+) -> dict[str, "DFlashSpeculativeDecoder"]:
+    """A decoder for each drafter and block size, by their names."""
+    from ..generate import DFlashSpeculativeDecoder
+
+    models = replace(models, block_size=block_sizes[0] if block_sizes else None)
+    decoders = loading.load_decoders(models, drafters)
+    if len(block_sizes) < 2:
+        return decoders
+    return {
+        f"{name}, blocks of {size}": DFlashSpeculativeDecoder(own.loaded_target, own.draft_model, block_size=size)
+        for name, own in decoders.items()
+        for size in dict.fromkeys(block_sizes)
+    }
+
+
+def _needs_decoding(decoding: DecodeOptions, prompts: "list[BenchPrompt]") -> bool:
+    """Whether the score depends on more than the target's greedy texts."""
+    others = decoding.asked("max_tokens", "temp", "seed", "stop_token_ids", "prefill_step_size", "policy")
+    turns = any(prompt.conversation and prompt.conversation.later for prompt in prompts)
+    return bool(not decoding.greedy or decoding.policy != "full" or others or turns)
+
+
+_Parts = dict[str, list["Acceptance"]]
+"""The counts of each prompt, by the drafters' names."""
+
+
+def _decode(
+    decoders: "dict[str, DFlashSpeculativeDecoder]",
+    models: ModelOptions,
+    decoding: DecodeOptions,
+    form: PromptFormat,
+    prompts: "list[BenchPrompt]",
+) -> tuple[_Parts, bool]:
+    """Counts by decoding, several drafters in turns, and whether Ctrl-C came before the last prompt."""
+    import mlx.core as mx
+
+    from ..evaluation.acceptance import measure_turns
+
+    loaded = next(iter(decoders.values())).loaded_target
+    mx.random.seed(decoding.seed or 0)  # once: each prompt continues with the state that the previous one left
+    others: dict[str, Any] = {"policy": decoding.policy} | decoding.asked("max_tokens", "temp", "seed", "trace")
+    with loading.trace_file(decoding, models) as file:
+        encode, most = form.in_messages(loaded), decoding.max_tokens or MAX_TOKENS
+        each = [
+            measure_turns(decoder, prompts, encode, most, decoding.temp, trace=file, **others)
+            for decoder in decoders.values()
+        ]
+        answers = sum(1 + (len(p.conversation.later) if p.conversation else 0) for p in prompts)
+        found, interrupted = terminal.until_stopped(zip(*each, strict=False), "eval", answers)
+    columns = zip(decoders.items(), zip(*found, strict=True), strict=True)
+    return {name: _by_prompt(own, decoder.block_size) for (name, decoder), own in columns}, interrupted
+
+
+def _by_prompt(found: "Sequence[tuple[int, Acceptance]]", block_size: int) -> list["Acceptance"]:
+    """Counts of each prompt that was answered, all its turns together."""
     from ..evaluation.acceptance import total
 
-    answers = sum(1 + (len(p.conversation.later) if p.conversation else 0) for p in prompts)
-    found, interrupted = terminal.until_stopped(each, "eval", answers)
     parts: list[Acceptance] = []
     for number, counts in found:
         parts[number:] = [total([*parts[number:], counts], block_size)]
-    return parts, interrupted
+    return parts
+
+
+def _replay(
+    decoders: "dict[str, DFlashSpeculativeDecoder]",
+    prompts: "list[BenchPrompt]",
+    max_tokens: int,
+    decoding: DecodeOptions,
+    folder: Path | None,
+    every_anchor: bool,
+) -> tuple[_Parts, dict[str, Any], bool]:
+    """Counts on finished texts, what all anchors say if that is asked for, and whether Ctrl-C came."""
+    from ..evaluation.anchors import anchor_results
+    from ..evaluation.replay import counts, replay
+    from ..evaluation.texts import Texts
+
+    own = list(decoders.values())
+    kept = Texts(own[0].loaded_target, decoding.stop_token_ids, folder)
+    answers = kept.answers([prompt.tokens for prompt in prompts], max_tokens)
+    written, interrupted = terminal.until_stopped(answers, "texts", len(prompts))
+    if interrupted:
+        raise terminal.stopped(f"; {len(written)} of {len(prompts)} texts are kept, so the same command goes on.")
+    texts = [text for _, text in sorted(written, key=lambda pair: pair[0])]
+
+    def blocks(name: str, every: bool) -> "tuple[Iterator[tuple[list[Drafted], ...]], bool]":
+        found, stopped = terminal.until_stopped(replay(own, texts, every), name, len(texts))
+        return zip(*found, strict=True), stopped
+
+    walks, interrupted = blocks("eval", every=False)
+    parts = {
+        name: [counts(text, decoder.block_size) for text in walk]
+        for (name, decoder), walk in zip(decoders.items(), walks, strict=True)
+    }
+    anchors = {}
+    if every_anchor and not interrupted:
+        found, interrupted = blocks("every anchor", every=True)
+        named = zip(decoders.items(), found, strict=True)
+        anchors = {name: anchor_results(each, decoder.block_size) for (name, decoder), each in named}
+    return parts, anchors, interrupted
 
 
 def _show(
-    parts: list["Acceptance"], kinds: list[str | None], block_size: int, about: dict[str, Any], as_json: bool
+    parts: _Parts,
+    anchors: dict[str, Any],
+    kinds: list[str | None],
+    decoders: "dict[str, DFlashSpeculativeDecoder]",
+    about: dict[str, Any],
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
     from ..core.environment import environment
-    from ..evaluation.acceptance import acceptance_results, render_acceptance
+    from ..evaluation.acceptance import acceptance_results, length_over, render_acceptance, render_comparison
+    from ..evaluation.anchors import render_anchors
 
-    results = acceptance_results(parts, kinds, block_size)
-    if not results["blocks"]:
+    scores, first = {}, next(iter(parts.values()))
+    for name, own in parts.items():
+        scores[name] = acceptance_results(own, kinds, decoders[name].block_size)
+        if len(parts) > 1:
+            scores[name]["over_first"] = vars(length_over(own, first))
+        if name in anchors:
+            scores[name]["every_anchor"] = anchors[name]
+    if not all(results["blocks"] for results in scores.values()):
         raise DFlashError("No answer was long enough for a block, so there is no acceptance to measure.")
-    if not as_json:
-        terminal.print_rich(render_acceptance(results))
+    if plot is not None:
+        _draw(plot, scores)
+    if as_json:
+        found = [scores[name] | {"by_prompt": _each(own, kinds)} for name, own in parts.items()]
+        named = {"drafters": [{"drafter": name} | own for name, own in zip(parts, found, strict=True)]}
+        print(json.dumps((found[0] if len(found) == 1 else named) | {"environment": environment()} | about))
         return
-    each = [
+    terminal.print_rich(
+        render_comparison(scores) if len(scores) > 1 else render_acceptance(next(iter(scores.values())))
+    )
+    for name, results in anchors.items():
+        print(f"\n{name}" if len(anchors) > 1 else "")
+        terminal.print_rich(render_anchors(results))
+
+
+def _each(parts: "list[Acceptance]", kinds: list[str | None]) -> list[dict[str, Any]]:
+    return [
         {"acceptance_length": p.length, "blocks": p.blocks, "generated_tokens": p.committed, "kind": kind}
         for p, kind in zip(parts, kinds, strict=True)
     ]
-    print(json.dumps(results | {"by_prompt": each, "environment": environment()} | about))
+
+
+def _draw(path: Path, scores: dict[str, dict[str, Any]]) -> None:
+    try:
+        from ..study.plots import draw_intervals
+    except ImportError as error:
+        raise DFlashError(f"--plot needs matplotlib; {install_extra('study')}.") from error
+    lengths = {name: (own["acceptance_length"], own["acceptance_length_interval"]) for name, own in scores.items()}
+    draw_intervals(path, lengths, "tokens per target pass")

@@ -60,7 +60,7 @@ class Proposal:
         """One block of several."""
         return replace(self, **{name: array[number : number + 1] for name, array in self._arrays().items()})
 
-    def _arrays(self) -> dict[str, mx.array]:
+    def _arrays(self) -> dict[str, Any]:
         arrays = ("tokens", "logits", "candidates", "log_q", "confidence")
         return {name: array for name in arrays if (array := getattr(self, name)) is not None}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..core.errors import GenerationError
 from .checks import proposed_tokens
 from .protocol import BatchDrafter, Drafter, Proposal
 
@@ -97,6 +98,8 @@ class TextByText:
         """As in the protocol."""
         anchors = mx.split(anchors_B[:, None], len(anchors_B))
         proposals = [self.drafter.propose(a, length, c) for a, c in zip(anchors, layers[0].caches, strict=True)]
+        if any(proposal.parents is not None for proposal in proposals):
+            raise GenerationError(f"{type(self.drafter).__name__} drafts trees; only texts decoded alone verify them.")
         tokens = [proposed_tokens(self.drafter, proposal, length) for proposal in proposals]
         longest = max(drafts.shape[1] for drafts in tokens)
         padded = [mx.pad(t, [(0, 0), (0, longest - t.shape[1])], constant_values=NO_DRAFT) for t in tokens]

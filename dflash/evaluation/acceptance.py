@@ -22,7 +22,7 @@ from ..drafters.protocol import Drafter
 from ..generate import DFlashSpeculativeDecoder
 from ..target import LoadedTargetModel
 from .runs import BenchPrompt
-from .statistics import Ratio
+from .statistics import Interval, Ratio
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,34 @@ def _row(parts: Sequence[Acceptance], block_size: int) -> dict[str, Any]:
         tau = Ratio.of([p.committed for p in parts], [p.blocks for p in parts]).interval()
         limits = None if tau.low is None else [tau.low, tau.high]
     return {"prompts": len(parts)} | counts.results() | {"acceptance_length_interval": limits}
+
+
+def length_over(parts: Sequence[Acceptance], first: Sequence[Acceptance]) -> Interval:
+    """The acceptance length of one drafter over that of another on the same prompts, with its interval."""
+    own, others = (Ratio.of([p.committed for p in each], [p.blocks for p in each]) for each in (parts, first))
+    return (own / others).interval()
+
+
+def render_comparison(scores: dict[str, dict[str, Any]]) -> RenderableType:
+    """The scores of several drafters by their names: a row each, for every kind of prompts and for all."""
+    table = Table("", box=None, pad_edge=False)
+    first, *_ = scores.values()
+    kinds = [*first["by_kind"], None]
+    for name in ("prompts", "blocks", "tau", "over the first", *(f"up to {i + 1}" for i in range(FIRST))):
+        table.add_column(name, justify="right")
+    for kind in kinds:
+        if len(kinds) > 1:
+            table.add_row("all prompts" if kind is None else kind, style="bold")
+        for name, results in scores.items():
+            row = results if kind is None else results["by_kind"][kind]
+            rates = [f"{rate:.3f}" for rate in row["acceptance_by_position"][:FIRST]]
+            over = "" if kind is not None or results is first else _interval(**results["over_first"])
+            table.add_row(name, str(row["prompts"]), str(row["blocks"]), _length(row, 2), over, *rates)
+    return Group(table, "", TAU, "over the first: the ratio of tau on the same prompts, with its 95 % interval")
+
+
+def _interval(value: float, low: float | None, high: float | None) -> str:
+    return f"{value:.3f}" + ("" if low is None else f" ({low:.3f}-{high:.3f})")
 
 
 def render_acceptance(results: dict[str, Any]) -> RenderableType:

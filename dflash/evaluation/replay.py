@@ -10,23 +10,26 @@ Shapes: S tokens, F features, A anchors, L drafts.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import islice
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import wired_limit
 
-from ..core.errors import GenerationError
 from ..decoding.loop import PREFILL_STEP_SIZE
 from ..drafters.autoregressive import agreeing
 from ..drafters.blocks import draft_hidden
-from ..drafters.checks import check_drafted, proposed_tokens
+from ..drafters.checks import check_drafted
 from ..drafters.dflash import DFlashDraftModel
+from ..drafters.protocol import Drafter, Proposal
+from ..drafters.rows import NO_DRAFT, TextByText, for_batches
 from ..generate import DFlashSpeculativeDecoder
 from ..target import LoadedTargetModel
 from .acceptance import Acceptance
 from .texts import Text
 
+_TEXTS = 16  # held at a time
 _ANCHORS = 64  # blocks of one pass over a text
 
 
@@ -72,14 +75,20 @@ def replay(
     target = decoders[0].loaded_target
     layer_ids = sorted({i for decoder in decoders for i in decoder.draft_model.target_layer_ids})
     with wired_limit(target.model):
-        for text in texts:
-            features = read(target, text.tokens[:-1], layer_ids)
+        for group in _groups(texts):
+            features = [read(target, text.tokens[:-1], layer_ids) for text in group]
             found = []
             for decoder in decoders:
                 layers = [layer_ids.index(i) for i in decoder.draft_model.target_layer_ids]
-                own = _columns(features, layers, len(layer_ids))
-                found.append(list((_every if every_anchor else _walk)(decoder, text, own)))
-            yield found
+                own = [_columns(whole, layers, len(layer_ids)) for whole in features]
+                found.append((_every if every_anchor else _walk)(decoder, group, own))
+            yield from map(list, zip(*found, strict=True))
+
+
+def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    waiting = iter(texts)
+    while group := list(islice(waiting, _TEXTS)):
+        yield group
 
 
 def read(target: LoadedTargetModel, tokens: list[int], layer_ids: Sequence[int]) -> mx.array:
@@ -102,37 +111,88 @@ def _columns(features: mx.array, layers: list[int], count: int) -> mx.array:
     return mx.concatenate([parts[i] for i in layers], axis=-1) if layers else features[..., :0]
 
 
-def _walk(decoder: DFlashSpeculativeDecoder, text: Text, features: mx.array) -> Iterator[Drafted]:
-    """The blocks that decoding verifies."""
-    context, at = _Context(decoder, text, features), 0
-    while (left := len(text.answer) - at - 1) > 0:
-        length = min(decoder.block_size, text.max_tokens - at - 1) - 1
-        drafted, _ = context.propose(at, length)
-        right = agreeing(drafted, text.answer[at + 1 :])
-        committed = min(right + 1, left)
-        cut = text.ended and committed == left
-        yield Drafted(at, min(committed, len(drafted)) if cut else len(drafted), right, committed)
-        at += committed
+Features = Sequence[mx.array]
+"""Of each text, ``[1, S, F]``."""
 
 
-def _every(decoder: DFlashSpeculativeDecoder, text: Text, features: mx.array) -> Iterator[Drafted]:
+def _walk(decoder: DFlashSpeculativeDecoder, texts: Sequence[Text], features: Features) -> list[list[Drafted]]:
+    """The blocks that decoding verifies in each text: a pass of the drafter over the present ones of all at a time."""
+    drafter, vocab_size = for_batches(decoder.draft_model), decoder.loaded_target.vocab_size
+    # An elastic drafter's tokens depend on their number, and what drafts text by text may learn from one for the next.
+    elastic = isinstance(drafter, DFlashDraftModel) and drafter.config.elastic_blocks
+    if len(texts) > 1 and (elastic or isinstance(drafter, TextByText)):
+        return [_walk(decoder, [text], [own])[0] for text, own in zip(texts, features, strict=True)]
+    ids = [mx.array([text.tokens], mx.uint32) for text in texts]
+    layers: list[Any] = []
+    for text, tokens_1S, own in zip(texts, ids, features, strict=True):
+        alone, prompt = [layer.merge([layer]) for layer in drafter.make_layers()], len(text.prompt)
+        drafter.extend_rows(own[:, :prompt], alone, tokens_1S[:, :prompt])
+        mx.eval([layer.state for layer in alone])
+        for layer, other in zip(layers, alone, strict=False):
+            layer.extend(other)
+        layers = layers or alone
+    rows, at, found = list(range(len(texts))), [0] * len(texts), [list[Drafted]() for _ in texts]
+    while left := [i for i, row in enumerate(rows) if at[row] + 1 < len(texts[row].answer)]:
+        if len(left) < len(rows):
+            rows = [rows[i] for i in left]
+            for layer in layers:
+                layer.filter(left)
+        starts = [len(texts[row].prompt) + at[row] for row in rows]
+        lengths = [min(decoder.block_size, texts[row].max_tokens - at[row] - 1) - 1 for row in rows]
+        drafts: Any = [[]] * len(rows)
+        if max(lengths):
+            anchors_B = _spans(ids, rows, starts, 1)[:, 0]
+            drafts = drafter.propose_rows(anchors_B, max(lengths), layers).tokens.tolist()
+        counts = []
+        for row, length, drafted in zip(rows, lengths, drafts, strict=True):
+            known = [token for token in drafted[:length] if token != NO_DRAFT]
+            check_drafted(decoder.draft_model, known, vocab_size)
+            found[row].append(block := _judged(texts[row], at[row], known))
+            counts.append(block.committed)
+            at[row] += block.committed
+        new, tokens = (_spans(arrays, rows, starts, max(counts)) for arrays in (features, ids))
+        drafter.extend_rows(new, layers, tokens, counts)
+    return found
+
+
+def _judged(text: Text, at: int, drafted: list[int]) -> Drafted:
+    """The block of the walk after the answer's token ``at``."""
+    rest = text.answer[at + 1 :]
+    right = agreeing(drafted, rest)
+    committed = min(right + 1, len(rest))
+    cut = text.ended and committed == len(rest)
+    return Drafted(at, min(committed, len(drafted)) if cut else len(drafted), right, committed)
+
+
+def _spans(arrays: Sequence[mx.array], rows: Sequence[int], starts: Sequence[int], length: int) -> mx.array:
+    """``length`` entries of each of the ``rows`` from its start on, with zeros after its end: ``[B, length, ..]``."""
+    parts = [arrays[row][:, start : start + length] for row, start in zip(rows, starts, strict=True)]
+    widths = [[(0, 0), (0, length - part.shape[1]), (0, 0)][: part.ndim] for part in parts]
+    return mx.concatenate([mx.pad(part, width) for part, width in zip(parts, widths, strict=True)])
+
+
+def _every(decoder: DFlashSpeculativeDecoder, texts: Sequence[Text], features: Features) -> list[list[Drafted]]:
     """The blocks after every token but the last; drafts after the text's end do not count."""
-    drafter, length = decoder.draft_model, decoder.block_size - 1
-    if isinstance(drafter, DFlashDraftModel) and not _limited(drafter):
-        rows = _in_passes(drafter, text, features, length)
-    else:
-        context = _Context(decoder, text, features)
-        rows = (context.propose(at, length, chances=True) for at in range(len(text.answer) - 1))
-    for at, (drafted, chances) in enumerate(rows):
-        rest = text.answer[at + 1 :]
-        right, verified = agreeing(drafted, rest), min(len(drafted), len(rest))
-        yield Drafted(at, verified, right, min(right + 1, len(rest)), chances and chances[:verified])
+    drafter, length, found = decoder.draft_model, decoder.block_size - 1, []
+    for text, own in zip(texts, features, strict=True):
+        if isinstance(drafter, DFlashDraftModel) and not _limited(drafter):
+            proposals = _in_passes(drafter, text, own, length)
+        else:
+            proposals = _one_by_one(drafter, text, own, length)
+        blocks = []
+        for at, proposal in enumerate(proposals):
+            chances, rest = proposal.acceptance_chances(), text.answer[at + 1 :]
+            mx.eval(proposal.tokens, chances)
+            drafted: Any = proposal.tokens[0].tolist()
+            right, verified = agreeing(drafted, rest), min(len(drafted), len(rest))
+            stated: Any = None if chances is None else chances[:verified].tolist()
+            blocks.append(Drafted(at, verified, right, min(right + 1, len(rest)), stated))
+        found.append(blocks)
+    return found
 
 
-def _in_passes(
-    drafter: DFlashDraftModel, text: Text, features: mx.array, length: int
-) -> Iterator[tuple[list[int], list[float] | None]]:
-    """Drafts and probabilities after every token but the last, many blocks to a pass."""
+def _in_passes(drafter: DFlashDraftModel, text: Text, features: mx.array, length: int) -> Iterator[Proposal]:
+    """The blocks after every token but the last, many to a pass."""
     tokens_1S, first = mx.array([text.tokens]), 0 if drafter.config.sample_from_anchor else 1
     filled = length if drafter.config.elastic_blocks else drafter.block_size - 1
     anchors = np.arange(len(text.prompt), len(text.tokens) - 1)
@@ -140,9 +200,8 @@ def _in_passes(
         anchors_A = mx.array(anchors[start : start + _ANCHORS])
         hidden_ALE = draft_hidden(drafter, features, tokens_1S, anchors_A[None], filled)[0, :, first : first + length]
         proposal = drafter.proposal(tokens_1S[0, anchors_A], hidden_ALE)
-        chances = [proposal.row(row).acceptance_chances() for row in range(anchors_A.size)]
-        mx.eval(proposal.tokens, chances)
-        yield from zip(cast("list[list[int]]", proposal.tokens.tolist()), map(_listed, chances), strict=True)
+        mx.eval(proposal.tokens, proposal.logits, proposal.candidates, proposal.confidence)
+        yield from map(proposal.row, range(anchors_A.size))
 
 
 def _limited(drafter: DFlashDraftModel) -> bool:
@@ -151,33 +210,9 @@ def _limited(drafter: DFlashDraftModel) -> bool:
     return any(layer.limit is not None and drafter.config.window(i) is None for i, layer in layers)
 
 
-class _Context:
-    """A drafter's cache that follows a text."""
-
-    def __init__(self, decoder: DFlashSpeculativeDecoder, text: Text, features: mx.array):
-        self._drafter, self._vocab_size = decoder.draft_model, decoder.loaded_target.vocab_size
-        self._tokens, self._features, self._prompt = mx.array([text.tokens], mx.uint32), features, len(text.prompt)
-        self._cache, self._held = self._drafter.make_cache(), 0
-
-    def propose(self, at: int, length: int, chances: bool = False) -> tuple[list[int], list[float] | None]:
-        """Drafts, and if asked for their probabilities, after the answer's token ``at``; later than the last call's."""
-        anchor = self._prompt + at
-        while self._held < anchor:
-            new = slice(self._held, min(self._held + PREFILL_STEP_SIZE, anchor))
-            self._drafter.extend_context(self._features[:, new], self._cache, self._tokens[:, new])
-            self._held = new.stop
-        if length < 1:
-            return [], None
-        proposal = self._drafter.propose(self._tokens[:, anchor : anchor + 1], length, self._cache)
-        tokens = proposed_tokens(self._drafter, proposal, length)
-        if proposal.parents is not None:
-            raise GenerationError(f"{type(self._drafter).__name__} drafts trees, which need decoding (--decode).")
-        found = proposal.acceptance_chances() if chances else None
-        mx.eval(tokens, found)
-        drafted: Any = tokens.tolist()
-        check_drafted(self._drafter, drafted[0], self._vocab_size)
-        return drafted[0], _listed(found)
-
-
-def _listed(array: mx.array | None) -> list[float] | None:
-    return None if array is None else cast("list[float]", array.tolist())
+def _one_by_one(drafter: Drafter, text: Text, features: mx.array, length: int) -> Iterator[Proposal]:
+    tokens_1S, cache, held = mx.array([text.tokens], mx.uint32), drafter.make_cache(), 0
+    for anchor in range(len(text.prompt), len(text.tokens) - 1):
+        drafter.extend_context(features[:, held:anchor], cache, tokens_1S[:, held:anchor])
+        yield drafter.propose(tokens_1S[:, anchor : anchor + 1], length, cache)
+        held = anchor

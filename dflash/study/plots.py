@@ -39,6 +39,19 @@ def draw(folder: Path, factors: Sequence[str], cells: Sequence[CellAnswers]) -> 
     return files
 
 
+def draw_intervals(path: Path, values: Mapping[str, tuple[float, Sequence[float] | None]], label: str) -> Path:
+    """Write a number, with the limits of its interval if it has one, for each name, from left to right."""
+    figure = Figure(figsize=(max(3.6, 0.7 * len(values)), 3), layout="constrained")
+    panel = figure.subplots()
+    numbers = np.array([value for value, _ in values.values()])
+    bars = np.abs(np.array([limits or (value, value) for value, limits in values.values()]).T - numbers)
+    panel.errorbar(range(len(values)), numbers, bars, color=COLOURS[0], marker="o", markersize=5, capsize=3)
+    panel.set_xticks(range(len(values)), list(values), rotation=20, ha="right", fontsize=8)
+    panel.set_ylabel(label, fontsize=9)
+    panel.grid(axis="y", alpha=0.25)
+    return _save(path, figure)
+
+
 def draw_curves(
     path: Path, curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], objectives: Mapping[str, str]
 ) -> Path:

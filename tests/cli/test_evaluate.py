@@ -1,4 +1,4 @@
-"""``dflash eval``: a score by decoding, partial results, prompts of every form."""
+"""``dflash eval``: scores on finished texts and by decoding, partial results, prompts of every form."""
 
 import json
 
@@ -6,12 +6,17 @@ import pytest
 from support.cli import assert_one_error, invoke
 
 from dflash.decoding.trace import read_records
-from dflash.evaluation import acceptance
+from dflash.evaluation import acceptance, texts
 
 
 @pytest.fixture
 def asked(pair, prompts) -> list[str]:
     return ["eval", pair[3], *pair[:2], "--prompts", prompts, "--max-tokens", "12"]
+
+
+@pytest.fixture(autouse=True)
+def texts_of_this_test(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
 
 
 def score_of(*args: object) -> dict:
@@ -41,7 +46,70 @@ def test_the_score_adds_up_over_prompts_and_traces(asked, pair, tmp_path):
 def test_every_draft_is_verified_unless_a_policy_or_a_block_size_says_otherwise(asked):
     assert score_of(*asked)["by_prompt"] == score_of(*asked, "--policy", "full")["by_prompt"]
     assert score_of(*asked, "--policy", "0")["blocks"] == 22
+
+
+def test_the_score_on_texts_is_that_of_decoding(asked, tmp_path):
+    on_texts, decoded = (score_of(*asked, *how) for how in ([], ["--decode"]))
+    assert [score["settings"].pop("decode") for score in (on_texts, decoded)] == [False, True]
+    del on_texts["environment"], decoded["environment"]
+    assert on_texts == decoded
+    assert "2 texts, " in invoke("texts").stdout
+    assert json.loads(invoke("texts", "--json").stdout)[0]["texts"] == 2
+    assert score_of(*asked, "--texts", tmp_path / "own")["by_prompt"] == on_texts["by_prompt"]
+    assert len(list((tmp_path / "own").glob("*/*.json"))) == 3
+    assert "deleted from" in invoke("texts", "--delete").stdout
+    assert not (tmp_path / "cache" / "texts").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "decodes"),
+    [
+        (["--temp", "0.5"], True), (["--policy", "2"], True), (["--tree", "4"], True), (["--stop", "x"], True),
+        (["--repetition-penalty", "1.2"], True), (["--max-kv-size", "64"], True),
+        (["--stop-token", "3"], False), (["--seed", "5"], False), (["--policy", "full"], False),
+    ],
+)  # fmt: skip
+def test_what_needs_decoding_decodes(asked, monkeypatch, options, decodes):
+    wrong = ("dflash.evaluation.texts.write", acceptance.__name__ + ".measure_each")[not decodes]
+    monkeypatch.setattr(wrong, lambda *_, **__: pytest.fail(wrong))
+    assert score_of(*asked, *options)["settings"]["decode"] is decodes
+    if decodes:
+        assert_one_error(invoke(*asked, *options, "--every-anchor"), "--every-anchor works on finished texts")
+
+
+def test_drafters_and_block_sizes_are_compared_on_the_same_texts(asked, pair, tmp_path):
+    one, wide, plot = score_of(*asked), [*asked[:1], "ngram", *asked[1:]], tmp_path / "plot.svg"
+    for how in ([], ["--decode"]):
+        found = score_of(*wide, *how, "--plot", plot)["drafters"]
+        assert [own["drafter"] for own in found] == ["ngram", pair[3]]
+        assert found[1]["by_prompt"] == one["by_prompt"]
+        assert found[0]["over_first"]["value"] == 1
+        ratio = found[1]["acceptance_length"] / found[0]["acceptance_length"]
+        assert found[1]["over_first"]["value"] == pytest.approx(ratio)
+        assert "ngram" in plot.read_text()
+    sizes = [*asked, "--block-size", "4", "--block-size", "2", "--every-anchor"]
+    found = score_of(*sizes)["drafters"]
+    assert [len(own["acceptance_by_position"]) for own in found] == [3, 1]
+    assert [own["every_anchor"]["anchors"] for own in found] == [22, 22]
+    shown = invoke(*sizes).stdout
+    assert f"{pair[3]}, blocks of 2" in shown
+    assert "right if reached" in shown
     assert len(score_of(*asked, "--block-size", "4")["acceptance_by_position"]) == 3
+    assert_one_error(invoke(*wide, "--trace", tmp_path / "t.jsonl"), "--trace records one drafter")
+
+
+def test_ctrl_c_while_texts_are_written_keeps_them(asked, monkeypatch):
+    write = texts.write
+
+    def interrupted(*args):
+        yield next(write(*args))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(texts, "write", interrupted)
+    result = invoke(*asked)
+    assert result.exit_code == 130
+    assert result.stderr == "Stopped; 1 of 2 texts are kept, so the same command goes on.\n"
+    assert "1 texts, " in invoke("texts").stdout
 
 
 def test_limit_and_template_choose_and_make_the_prompts(asked, tmp_path):
@@ -61,7 +129,7 @@ def test_ctrl_c_leaves_the_score_of_what_was_answered(asked, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(acceptance, "measure_each", interrupted)
-    result = invoke(*asked)
+    result = invoke(*asked, "--decode")
     assert result.exit_code == 130
     assert "1 prompts, " in result.stdout
     assert result.stderr == "Stopped after 1 of 2 prompts.\n"

@@ -1,6 +1,6 @@
 """Many prompts at once: their options are checked before the first token, then one running batch answers them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ def stream_batch(
     batch_size: int,
     each: Sequence[Mapping[str, Any]] | None,
     options: Mapping[str, Any],
-) -> Iterator[tuple[int, DFlashResponse]]:
+) -> Generator[tuple[int, DFlashResponse], None, None]:
     """See :meth:`DFlashSpeculativeDecoder.stream_batch`."""
     require_count("batch_size", batch_size, 1)
     if decoder.tokenizer is None:
@@ -47,7 +47,8 @@ def stream_batch(
         _request(decoder, prompt, wanted, common, own, of_prompts)
         for prompt, own in zip(prompts, each or [{}] * len(prompts), strict=True)
     ]
-    decoder.loaded_target.check_batchable()
+    with decoder.loaded_target.alone():
+        decoder.loaded_target.check_batchable()
 
     @cache
     def policy(width: int) -> Policy:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,6 +36,8 @@ from .prompts.prompt_cache import PromptCache
 from .prompts.tokens import Prompt, prompt_tokens, token_row
 from .target import LoadedTargetModel, TargetCache
 from .target.load import PAIR as PAIR
+
+T = TypeVar("T")
 
 CLOCK: Callable[[], float] = time.perf_counter
 """The clock of new decoders."""
@@ -242,7 +244,7 @@ class DFlashSpeculativeDecoder:
         the first token, as :meth:`stream_generate` does, and for an option that needs a text alone;
         ``IncompatibleModelsError``, naming a layer, for a target of which several texts cannot be decoded at once.
         """
-        return stream_batch(self, prompts, batch_size, each, options)
+        return self._alone(stream_batch(self, prompts, batch_size, each, options))
 
     def spec_generate(
         self,
@@ -288,7 +290,7 @@ class DFlashSpeculativeDecoder:
             options.prompt_cache.check_models(self.loaded_target, self.draft_model)
         return self._alone(self._decode(prompt, max_tokens, options, cache))
 
-    def _alone(self, steps: Generator[Step, None, None]) -> Iterator[Step]:
+    def _alone(self, steps: Generator[T, None, None]) -> Iterator[T]:
         """``steps``, each computed while no other thread computes with the target.
 
         A request that begins while another thread computes is refused; one that has begun waits, so that no answer ends

@@ -7,7 +7,7 @@ from threading import Event
 
 import mlx.core as mx
 import pytest
-from support.models import ScriptedDrafter, plain_greedy, target, writer
+from support.models import ScriptedDrafter, plain_greedy, target, wrapped_tokenizer, writer
 
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.core.errors import GenerationError
@@ -38,6 +38,9 @@ BEGINS = {
     "a request": lambda decoder, _: decoder.spec_generate(PROMPT, 20),
     "a request with a tree": lambda decoder, _: decoder.spec_generate(PROMPT, 20, tree=4),
     "a prompt cache": lambda decoder, _: decoder.cache_prompt(PROMPT, decoder.make_prompt_cache()),
+    "a batch": lambda _, loaded: DFlashSpeculativeDecoder(
+        loaded, ScriptedDrafter([], 32), wrapped_tokenizer()
+    ).batch_generate([PROMPT]),
     "another decoder": lambda _, loaded: DFlashSpeculativeDecoder(loaded, ScriptedDrafter([], 32)).spec_generate([1]),
 }
 

@@ -1,6 +1,6 @@
 """Many requests through one running batch: admitted as rows get free, answered block by block, cut at stop strings."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +28,7 @@ class Request:
 
 def stream_requests(
     model: Tapped, requests: Sequence[Request], batch_size: int, prefill_step_size: int
-) -> Iterator[tuple[int, DFlashResponse]]:
+) -> Generator[tuple[int, DFlashResponse], None, None]:
     """The responses of all requests, each with its request's number, as they are decoded in up to ``batch_size`` rows.
 
     Closing it, or an error in it, ends all of them.

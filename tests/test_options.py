@@ -55,6 +55,7 @@ def test_text_messages_and_a_system_prompt_are_the_templates_tokens():
     assert prompt_tokens(loaded, "hi") == prompt_tokens(loaded, [USER]) == templated(USER)
     assert prompt_tokens(loaded, [USER, ANSWER, USER], system="Be brief.") == templated(SYSTEM, USER, ANSWER, USER)
     assert prompt_tokens(loaded, "hi", chat=False) == wrapped_tokenizer().encode("hi")
+    assert prompt_tokens(loaded, "hi", prefill_response="Yes, ") == templated(USER) + byte_tokenizer().encode("Yes, ")
     assert prompt_tokens(loaded, mx.array([[1, 2]])) == prompt_tokens(loaded, (1, 2)) == [1, 2]
     loaded = target_with_template("{{ 'quick' if speed is defined and speed > 3 else 'slow' }}")
     assert prompt_tokens(loaded, "hi") == byte_tokenizer().encode("slow")
@@ -95,6 +96,9 @@ BAD_PROMPTS = {
     "truth values": ([True, 2], {}, ["True or False among [True, 2]"]),
     "a switch of the tokenizer": ("hi", {"chat_template_config": {"messages": 3}}, ["'messages' is no switch"]),
     "a switch without a name": ("hi", {"chat_template_config": {3: 3}}, ["3 is no switch"]),
+    "a begun answer to token ids": (PROMPT, {"prefill_response": "Yes"}, ["as they stand"]),
+    "a begun answer without the template": ("hi", {"prefill_response": "a", "chat": False}, ["need the chat template"]),
+    "a begun answer that is no text": ("hi", {"prefill_response": 3}, ["prefill_response", "text", "3"]),
     "switches that are a text": ("hi", {"chat_template_config": "fast"}, ["dict of switches", "'fast'"]),
     "half a surrogate pair": ("caf\udce9", {}, ["text of the user", "character 4", "UTF-8"]),
     "a surrogate in a system prompt": ("hi", {"system": "\ud800"}, ["text of the system", "character 1"]),
@@ -164,12 +168,20 @@ BAD_OPTIONS = {
     "min_p below 0": ({"min_p": -0.5}, ["min_p", "-0.5"]),
     "negative top_k": ({"top_k": -3}, ["top_k", "-3"]),
     "top_k of the vocabulary": ({"top_k": TEXT_VOCAB}, ["top_k must be less than", "264 tokens, got 264; 0 is off"]),
+    "XTC of half and more": ({"xtc_threshold": 0.6}, ["xtc_threshold", "from 0 to 0.5, got 0.6"]),
+    "XTC and a rule that must know it": (
+        {"xtc_probability": 0.5, "temp": 1.0, "verify": "speculative_sampling"},
+        ["instead of xtc", "first_mismatch"],
+    ),
+    "XTC and a sampler": ({"sampler": greedy_sampler, "xtc_probability": 1}, ["either a sampler", "xtc"]),
+    "more kept than there are": ({"min_tokens_to_keep": TEXT_VOCAB + 1}, ["min_tokens_to_keep", "264 tokens, got 265"]),
     "seed beyond 64 bits": ({"seed": 2**64}, ["seed", "from 0 to 18446744073709551615"]),
     "negative seed": ({"seed": -1}, ["seed", "-1"]),
     "one stop string": ({"stop_strings": "abc"}, ["stop_strings", "['abc']"]),
     "empty stop string": ({"stop_strings": ["a", ""]}, ["stop string", "non-empty"]),
     "one stop token": ({"stop_token_ids": 3}, ["stop_token_ids must be a list", "3"]),
     "stop tokens that are texts": ({"stop_token_ids": ["a"]}, ["stop_token_ids must be a list", "['a']"]),
+    "a negative stop token": ({"stop_token_ids": [-1]}, ["stop_token_ids must be a list", "[-1]"]),
     "negative penalty": ({"repetition_penalty": -1.0}, ["repetition_penalty", "-1.0"]),
     "penalty as a text": ({"presence_penalty": "much"}, ["presence_penalty must be a finite number, got 'much'"]),
     "penalty of no tokens": ({"frequency_context_size": 0}, ["frequency_context_size", "at least 1, got 0"]),

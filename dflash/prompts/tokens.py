@@ -66,6 +66,8 @@ def prompt_tokens(
         )
     messages = _checked_messages(prompt, system, str(getattr(target.tokenizer, "chat_template", "")))
     if prefill_response is not None:
+        if not isinstance(prefill_response, str):
+            raise GenerationError(f"prefill_response must be a text, got {short(prefill_response)}.")
         _check_text("prefill_response", prefill_response)
         messages.append({"role": "assistant", "content": prefill_response})
     within = opening or prefill_response is not None

@@ -161,6 +161,15 @@ def test_short_names_standard_input_and_the_line_on_speed(files, monkeypatch, ca
         assert invoke("generate", *given).exit_code == 2
 
 
+def test_a_begun_answer_follows_a_cached_prompt(files):
+    """The answer begins with the words of the prompt, which are looked for in what the template makes."""
+    given = ["--model", files["target"], "--draft-model", files["drafter"], "--prefill-response", "Why?", "--json"]
+    whole = invoke("generate", "Read: Why?", *given, "-m", "9")
+    cached = invoke("generate", "Why?", *given, "-m", "9", "--prompt-cache-file", files["cache"])
+    assert json.loads(cached.stdout)["prompt_tokens"] == json.loads(whole.stdout)["prompt_tokens"]
+    assert json.loads(cached.stdout)["tokens"] == json.loads(whole.stdout)["tokens"]
+
+
 # --- adapters -------------------------------------------------------------------------------------------
 
 

@@ -105,9 +105,12 @@ PROCESSORS = [
     {"logit_bias": {3: 4.0, 7: -20.0}},
 ]
 XTC = {"xtc_probability": 0.5, "xtc_threshold": 0.05}
+KEEPING = {"min_p": 0.95, "min_tokens_to_keep": 5}
 OPTIONS = {
     **{"+".join(options): (options, options) for options in FILTERS},
     **{name: ({"processors": make_logits_processors(**each)}, each) for each in PROCESSORS for name in each},
+    "XTC": (XTC | {"top_k": 9}, XTC | {"top_k": 9}),
+    "min_tokens_to_keep": (KEEPING, KEEPING),
     "sampler of one's own": (XTC, {"temperature": None, "sampler": make_sampler(TEMP, **XTC)}),
 }
 """By name, what plain mlx_lm and what DFlash is given. XTC draws twice a token, and only where it is in doubt."""

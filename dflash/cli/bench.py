@@ -128,9 +128,10 @@ class _Comparison:
     def carry_out(self, runs: int) -> None:
         """Answer every prompt; Ctrl-C and prompts on which a side fails leave the results of the others."""
         from ..core.progress import forecast
-        from ..evaluation import compare, plain_speed
+        from ..evaluation import compare, plain_side, time_side
 
-        if speed := plain_speed(self.target, self.prompts[0].tokens):  # drafts slow down a bad text only, and a little
+        # A few tokens tell the speed. Drafts slow down a bad text only, and a little.
+        if speed := time_side(plain_side(self.target, 9), self.prompts[0].tokens).tps:
             answers = len(self.prompts) * runs * (1 + len(self.sides))
             forecast("bench", answers * self.most / speed, at_most=True)
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from ..decoding.sampling import DrawingSampler
     from ..target import LoadedTargetModel
 
-_CERTAIN = 1e30
-"""Stands for a logit of +inf, with which probabilities would not be numbers."""
+_CERTAIN = 1e30  # stands for a logit of +inf, with which probabilities would not be numbers
 
 
 @dataclass(frozen=True)

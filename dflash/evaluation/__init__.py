@@ -23,7 +23,6 @@ from .runs import Step as Step
 from .runs import compare as compare
 from .runs import dflash_side as dflash_side
 from .runs import plain_side as plain_side
-from .runs import plain_speed as plain_speed
 from .runs import time_side as time_side
 from .statistics import acceptance_length as acceptance_length
 from .statistics import judge as judge

@@ -25,7 +25,6 @@ from .identity import Difference, find_difference
 
 PLAIN, DFLASH = "plain mlx_lm", "DFlash"
 PIECE = 16  # tokens of a turn if sides answer together
-_TRIAL_TOKENS = 9
 
 
 class Step(NamedTuple):
@@ -176,11 +175,6 @@ def time_side(side: Side, prompt: list[int], show: Callable[[str], object] | Non
     answer = _Answer(side, prompt, show=show)
     answer.advance(maxsize)
     return answer.run()
-
-
-def plain_speed(target: LoadedTargetModel, prompt: list[int]) -> float | None:
-    """Tokens per second of plain greedy decoding, by the first few after ``prompt``; ``None`` if it writes only one."""
-    return time_side(plain_side(target, _TRIAL_TOKENS), prompt).tps
 
 
 class _Answer:

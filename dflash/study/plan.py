@@ -131,18 +131,14 @@ class Plan:
         return [key for key in self.trainings if self.finished(key) is None]
 
     def feature_recipes(self) -> list[Recipe]:
-        """For each folder of features that an untrained drafter reads, the recipe of the plan that needs most of it.
-
-        Folders of the study's own serve its finished drafters too, whose seeds may become more. In others these no
-        longer read anything.
-        """
+        """For each folder of features that an untrained drafter reads, the recipe of the plan that needs most of it."""
 
         def amount(recipe: Recipe) -> tuple[bool, int]:
             layer_ids, with_hidden = self._features_read(recipe)
             return with_hidden, len(layer_ids)
 
         wanted = {self.trainings[key].data.cached_features for key in self.untrained} - {None}
-        keys = self.trainings if self.study.cache_features else self.untrained
+        keys = self.trainings if self.study.cache_features else self.untrained  # a folder of the study's serves all
         readers = [recipe for key in keys if (recipe := self.trainings[key]).data.cached_features in wanted]
         return list({recipe.data.cached_features: recipe for recipe in sorted(readers, key=amount)}.values())
 

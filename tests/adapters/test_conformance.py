@@ -82,15 +82,12 @@ def test_a_prompt_is_fed_in_chunks_beyond_the_longest_window():
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])  # which draw vectors
-def test_a_small_model_is_the_same_whatever_was_random_before_and_leaves_that_as_it_was(name):
+def test_a_small_model_is_the_same_whatever_was_random_before(name):
     mx.random.seed(1)
     one = dict(tree_flatten(small.build(name).parameters()))
-    after = mx.random.uniform()
     mx.random.seed(2)
     other = dict(tree_flatten(small.build(name).parameters()))
     assert all(mx.array_equal(one[weight], other[weight]) for weight in one)
-    mx.random.seed(1)
-    assert after == mx.random.uniform()
 
 
 def test_an_adapter_that_leaves_its_mark_on_the_model_is_found():

@@ -55,7 +55,7 @@ def test_bench_json_reports_prompts_totals_and_what_is_needed_to_compare_later(r
 
 
 def test_the_most_time_is_told_before_the_first_answer(report, monkeypatch, caplog):
-    monkeypatch.setattr(bench, "plain_speed", lambda target, prompt: 2.0)  # tokens a second
+    monkeypatch.setattr(bench, "time_side", lambda side, prompt: run(tokens=range(9), seconds=4.0))
     with caplog.at_level("INFO", "dflash.core.progress"):
         report("--max-tokens", "12", "--runs", "3")
     assert caplog.messages[0] == "bench: at most about 72 s"  # 2 prompts of 3 runs on 2 sides

@@ -110,11 +110,8 @@ class Run:
         There is one before every evaluation, so that a failing evaluation loses nothing else.
         """
         due = self.due(done, self.settings.checkpoint_every) or self.evaluates(done) or self._decay_begins(done)
-        return due or (self.ranks.size == 1 and self._is_old())  # machines would not agree on the time
-
-    def _is_old(self) -> bool:
-        """Whether a kill would lose much, in comparison with what a checkpoint costs."""
-        return time.perf_counter() - self._saved_at > max(CHECKPOINT_SECONDS, CHECKPOINT_COSTS * self._save_seconds)
+        old = time.perf_counter() - self._saved_at > max(CHECKPOINT_SECONDS, CHECKPOINT_COSTS * self._save_seconds)
+        return due or (old and self.ranks.size == 1)  # several machines would not agree on the time
 
     def _decay_begins(self, done: int) -> bool:
         return done == self.settings.optimizer.decay_begins(self.settings.steps)

@@ -254,8 +254,7 @@ def _ignore(values: Values, known: Collection[str]) -> None:
     switches = [name for name in ignored if values[name] is True and _PARTS.fullmatch(name)]
     if switches:
         logger.warning(
-            "config.json: %s true is not known here. If it changes what the drafter computes, fewer drafts are "
-            "accepted; the text stays exact.",
+            "config.json: %s true is not known here: if it is a part of the drafter, fewer drafts are accepted.",
             ", ".join(switches),
         )
     if ignored:

@@ -43,7 +43,6 @@ QUICK = (
     "drafter.num_hidden_layers=1", "data.anchors=16", "data.max_blocks_per_batch=32", "run.batches_per_step=1",
     "run.evaluate_prompts=8", "run.evaluate_tokens=32",
 )  # fmt: skip
-"""Settings of a quick recipe: small steps, and evaluations of seconds."""
 _PROPOSED = "the proposed recipe"  # in errors
 
 
@@ -68,9 +67,8 @@ def propose_recipe(
 
     With ``data``, a dataset made by ``dflash prepare``, sequence lengths follow the data and the mask token is one that
     the data does not contain. ``overrides`` are settings such as ``"drafter.num_hidden_layers=2"``; the rest of the
-    recipe is chosen to go with them. A ``quick`` recipe takes few, small steps, to try what training does: about
-    :data:`QUICK_SECONDS`, and a drafter that has learned little. ``trust_remote_code`` is as in
-    :func:`~dflash.load_target`.
+    recipe is chosen to go with them. A ``quick`` one trains for about :data:`QUICK_SECONDS` in small steps, to try what
+    that does. ``trust_remote_code`` is as in :func:`~dflash.load_target`.
 
     Raises ``DFlashError`` for a target or dataset that cannot be used, and
     :class:`~dflash.core.settings.SettingsError` for an impossible override.

@@ -103,8 +103,7 @@ class Pipeline:
                 count = len(read_conversations(self.prompts, limit=self.count))
             else:
                 yield f"{count} requests, made up by the target", writing_seconds(target, count, self.made_up)
-            seconds = count * most / tokens_per_second(target, self.responses.batch_size)
-            yield f"responses to {count} requests", seconds
+            yield f"responses to {count} requests", count * most / tokens_per_second(target, self.responses.batch_size)
         if (self.folder / RECIPE).exists():
             recipe = load_recipe(self.folder / RECIPE)
         else:

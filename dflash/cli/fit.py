@@ -48,8 +48,6 @@ def fit(
 
     Examples:
 
-    dflash fit --target Qwen/Qwen3-0.6B --output out/qwen3-0.6b --dry-run
-
     dflash fit --target Qwen/Qwen3-0.6B --output out/qwen3-0.6b
 
     dflash fit --target smollm2 --output out/smollm2 --count 1000 --set run.steps=500

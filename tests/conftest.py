@@ -42,6 +42,14 @@ def blas_threads_stay() -> Iterator[None]:
         set_blas_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def texts_are_not_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Texts of targets are kept in a folder of this run, subprocesses included."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target on disk whose pass takes well under a millisecond."""

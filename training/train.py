@@ -7,7 +7,6 @@ and, at the end, ``drafter/`` in the published format.
 
 import json
 import logging
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,9 +23,11 @@ from dflash.adapters.generic import GenericAdapter
 from dflash.core.backend import keep_freed_memory, on_cpu, set_blas_threads, wait_for_this_thread
 from dflash.core.errors import TrainingError, one_line
 from dflash.core.files import exclusive_lock, read_json, remove_unfinished, write_json
-from dflash.core.progress import duration, progress
+from dflash.core.progress import progress
 from dflash.drafters.kinds import config_of
-from dflash.evaluation.acceptance import Acceptance, measure
+from dflash.evaluation.acceptance import Acceptance, total
+from dflash.evaluation.replay import measure_on
+from dflash.evaluation.texts import Text, Texts
 
 from ..core.settings import to_dict
 from .batches import Batches
@@ -182,7 +183,7 @@ class _Training:
         )
 
     def prompts(self) -> list[list[int]]:
-        """The held-out prompts that an evaluation decodes."""
+        """The held-out prompts of an evaluation."""
         tokens, most = self.recipe.run.evaluate_tokens, self.target.max_length
         if most is not None and tokens >= most:
             raise TrainingError(
@@ -193,15 +194,18 @@ class _Training:
         return heldout_prompts(self.heldout, self.recipe.run.evaluate_prompts, longest)
 
     def evaluation(self, prompts: Sequence[list[int]], ranks: Ranks) -> Callable[[], dict[str, Any]]:
-        """Evaluate on all ranks: decode ``prompts``, this rank's, and score as many held-out sequences."""
+        """Evaluate on all ranks: on the texts after ``prompts``, this rank's, and on as many held-out sequences."""
         recipe, target, drafter = self.recipe, self.target, self.drafter
         first = self.heldout.first(recipe.run.evaluate_prompts)
         layer_ids, with_hidden = drafter.target_layer_ids, self.needs_target_logits
         batches = ranks.shard(heldout_batches(first, recipe.data, target, layer_ids, with_hidden))
+        texts: list[Text] = []  # written at the first evaluation, if they are not kept from another run
 
         def evaluate() -> dict[str, Any]:
-            bar = progress(prompts, "evaluate", show=ranks.is_main)
-            own = measure(target, drafter, bar, recipe.run.evaluate_tokens)
+            if not texts:
+                texts.extend(Texts(target).all(prompts, recipe.run.evaluate_tokens, show=ranks.is_main))
+            bar = progress(texts, "evaluate", show=ranks.is_main)
+            own = total((own for (own,) in measure_on(target, [drafter], bar)), drafter.block_size)
             counts = [len(prompts), own.blocks, own.committed, *own.verified, *own.accepted]
             decoded, blocks, committed, *by_position = ranks.all_reduce_sum(np.array(counts))
             acceptance = Acceptance(int(blocks), int(committed), *np.split(np.array(by_position), 2))
@@ -213,19 +217,6 @@ class _Training:
             return acceptance.results() | {"prompts": int(decoded)} | scores.results()
 
         return evaluate
-
-    def log_evaluation_time(self, prompts: Sequence[list[int]]) -> None:
-        """Log how long an evaluation takes at most: one pass per token, as if no draft were accepted."""
-        tokens = self.recipe.run.evaluate_tokens
-        if not prompts or tokens < 4:
-            return
-        begin = time.perf_counter()
-        blocks = measure(self.target, self.drafter, prompts[:1], 4).blocks
-        seconds = (time.perf_counter() - begin) / (blocks + 1) * len(prompts) * tokens
-        logger.info(
-            "An evaluation decodes %d prompts of up to %d tokens: at most about %s, less as the drafter improves.",
-            *(len(prompts), tokens, duration(seconds)),
-        )
 
 
 def _train(training: _Training, ranks: Ranks, on_log: OnLog | None) -> Path:
@@ -245,8 +236,6 @@ def _train(training: _Training, ranks: Ranks, on_log: OnLog | None) -> Path:
         _begin(folder, identity, settings, drafter)
         about = RunInfo(folder, identity["recipe"], drafter, optimizer.inner)
         listening = listeners(recipe.run.callbacks, about, on_log)
-        if not (folder / STATE).exists():
-            training.log_evaluation_time(prompts)
     fit(
         drafter,
         batch,

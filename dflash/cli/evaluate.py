@@ -26,9 +26,7 @@ app = typer.Typer()
 MAX_TOKENS = 256
 Drafters = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[PATH|HUB]...", help="One or several. Default: the bundled one.", callback=options.not_empty
-    ),
+    typer.Argument(metavar="PATH|HUB", help="One or several. Default: the bundled one.", callback=options.not_empty),
 ]
 BlockSizes = Annotated[
     list[int] | None,

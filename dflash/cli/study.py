@@ -202,7 +202,7 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, acceptance, loss, speed, memory, learning curves, drafts on equal prompts.
 
-    Each run's best drafter decodes the same prompts alternately with the others.
+    Each run's best drafter is scored on the target's answers to the same prompts.
     Intervals (95 %) say what other prompts would give. Runs are compared on the
     same prompts, so what is hard about one does not blur the difference; another
     seed may differ by more. --no-decode is quick: it reads recipes and logs alone.

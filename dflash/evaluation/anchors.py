@@ -4,6 +4,7 @@ By position: how often a draft is right if those before it are, and how often al
 probability: how often drafts of about that probability are right. By place in the answer: tokens that a block commits.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,9 @@ def _position(texts: Blocks, i: int) -> dict[str, Any] | None:
     if not reached.sum():
         return None
     rates = {"acceptance": Ratio.of(right, reached), "survival": Ratio.of(right, known)}
-    return {"position": i + 1, "reached": int(reached.sum())} | {name: _limits(rate) for name, rate in rates.items()}
+    return {"position": i + 1, "reached": int(reached.sum())} | {
+        name: _limits(rate, 1.0) for name, rate in rates.items()
+    }
 
 
 def _calibration(texts: Blocks) -> list[dict[str, Any]]:
@@ -75,9 +78,9 @@ def _place(texts: Blocks, first: int, end: int | None) -> dict[str, Any] | None:
     return {"from": first, "to": end, "blocks": blocks, "acceptance_length": _limits(length)}
 
 
-def _limits(ratio: Ratio) -> dict[str, float | None]:
+def _limits(ratio: Ratio, most: float = math.inf) -> dict[str, float | None]:
     interval = ratio.interval()
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
+    return {"value": interval.value, "low": interval.low, "high": interval.high and min(interval.high, most)}
 
 
 def render_anchors(results: dict[str, Any]) -> RenderableType:

@@ -11,6 +11,7 @@ Shapes: S tokens, F features, A anchors, L drafts.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from sys import maxsize
 from typing import Any
 
 import mlx.core as mx
@@ -61,6 +62,15 @@ def counts(blocks: Iterable[Drafted], block_size: int) -> Acceptance:
         verified[: block.verified] += 1
         accepted[: block.right] += 1
     return Acceptance(len(found), committed, verified, accepted)
+
+
+def measure_on(
+    target: LoadedTargetModel, drafters: Sequence[Drafter], texts: Iterable[Text]
+) -> Iterator[list[Acceptance]]:
+    """For each text the counts of each drafter: those that ``acceptance.measure`` finds by decoding."""
+    decoders = [DFlashSpeculativeDecoder(target, drafter, max_seq_length=maxsize) for drafter in drafters]
+    for found in replay(decoders, texts):
+        yield [counts(blocks, decoder.block_size) for blocks, decoder in zip(found, decoders, strict=True)]
 
 
 def replay(

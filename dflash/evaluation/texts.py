@@ -22,6 +22,7 @@ from mlx_lm.generate import generate_step, wired_limit
 from ..core.environment import device_name, package_version
 from ..core.errors import DFlashError
 from ..core.files import atomic_write, flat
+from ..core.progress import progress
 from ..decoding.block import check_committed
 from ..decoding.responses import generate_responses, unbatched_layer
 from ..decoding.sampling import GREEDY
@@ -111,6 +112,11 @@ class Texts:
             yield missing[i], self._text(asked[i], answer, max_tokens)
         if missing:
             _bound(self._root, self.most_bytes)
+
+    def all(self, prompts: Sequence[list[int]], max_tokens: int, show: bool = True) -> list[Text]:
+        """The texts in the order of the prompts, with a progress bar if any has to be written."""
+        answers = progress(self.answers(prompts, max_tokens), "texts", len(prompts), show=show)
+        return [text for _, text in sorted(answers, key=lambda pair: pair[0])]
 
     def _text(self, prompt: list[int], answer: list[int], max_tokens: int) -> Text:
         return Text(prompt, answer, max_tokens, ended=answer[-1] in self.stops)

@@ -9,8 +9,9 @@ from typing import Any
 from ..core.errors import DFlashError
 from ..core.progress import progress
 from ..drafters.checkpoints.checkpoint import load_drafter
-from ..evaluation.acceptance import measure
+from ..evaluation.replay import measure_on
 from ..evaluation.statistics import Interval, Ratio
+from ..evaluation.texts import Texts
 from ..target import LoadedTargetModel, load_target
 from ..training.data.dataset import open_dataset, read_manifest
 from ..training.evaluate import heldout_prompts
@@ -80,8 +81,9 @@ def compare(
 ) -> list[ComparedRun]:
     """Compare runs by their logs and, with ``decode``, their drafters; ``None`` decodes if every run has weights.
 
-    Each run's best drafter, or its last where none was evaluated, decodes the same prompts alternately with the
-    others: ``prompts``, or the held-out ones of the first run's dataset, at most ``limit``.
+    Each run's best drafter, or its last where none was evaluated, is scored on the target's answers to the same
+    prompts (:mod:`~dflash.evaluation.replay`): ``prompts``, or the held-out ones of the first run's dataset, at most
+    ``limit``.
 
     Raises ``DFlashError`` for folders that hold no run, and runs of different targets.
     """
@@ -167,15 +169,12 @@ def _acceptance(
     target: LoadedTargetModel, drafters: Sequence[Any], prompts: Sequence[list[int]], max_tokens: int
 ) -> list[dict[str, Any]]:
     """Each drafter's acceptance, that over the first one's on the same prompts, and its blocks."""
-    counts = [
-        [measure(target, drafter, [prompt], max_tokens) for drafter in drafters]
-        for prompt in progress(prompts, "compare")
-    ]
-    own = list(zip(*counts, strict=True))
+    texts = Texts(target).all(prompts, max_tokens)
+    own = list(zip(*progress(measure_on(target, drafters, texts), "compare", len(texts)), strict=True))
     lengths = [Ratio.of([a.committed for a in parts], [a.blocks for a in parts]) for parts in own]
     return [
         {
-            "acceptance": length.interval(),
+            "acceptance": length.interval().bounded(1),
             "ratio": (length / lengths[0]).interval(),
             "blocks": sum(a.blocks for a in parts),
         }

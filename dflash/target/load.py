@@ -8,12 +8,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model
 
 from ..adapters import registered_adapters
 from ..core.backend import to_compute_dtype, wait_for_this_thread
 from ..core.errors import CheckpointError, GenerationError, one_line
 from ..core.files import flat, read_json, resolve_checkpoint
+from .config_values import refuse_impossible, suspect
 from .model import LoadedTargetModel
 
 logger = logging.getLogger(__name__)
@@ -55,8 +57,10 @@ def load_target(
     path = PAIR / "target" if path_or_hub_name == BUNDLED else resolve_checkpoint(path_or_hub_name)
     config = read_json(path / "config.json")  # its errors name the file
     try:
+        refuse_impossible(config)
         model, tokenizer = _load(path, trust_remote_code, adapter_path)
-    except (ValueError, RuntimeError, OSError, KeyError, TypeError, AttributeError) as error:
+        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))  # built, never evaluated
+    except Exception as error:  # of mlx-lm, transformers and the checkpoint's own code
         adapted = "" if adapter_path is None else f" with the adapters in {adapter_path}"
         raise CheckpointError(f"Cannot load the target at {path}{adapted}: {_reason(error, config)}") from error
     if tokenizer is None:
@@ -64,7 +68,12 @@ def load_target(
     to_compute_dtype(model)
     mx.eval(model.parameters())  # lazy arrays could only be computed in this thread
     _check_weights(model, path)
-    return LoadedTargetModel(model, tokenizer, folder=path)
+    loaded = LoadedTargetModel(model, tokenizer, folder=path)
+    tokens = loaded.vocab_size if tokenizer is None else len(tokenizer.get_vocab())
+    if not 0.8 * loaded.vocab_size <= tokens <= 1.2 * loaded.vocab_size:  # tables are padded, and tokens added
+        message = "The tokenizer in %s has %d tokens, the model %d: is it another model's?"
+        logger.warning(message, path, tokens, loaded.vocab_size)
+    return loaded
 
 
 def load_target_model(path_or_model: str | Path | nn.Module, tokenizer: Any = None) -> LoadedTargetModel:
@@ -102,9 +111,10 @@ def _reason(error: Exception, config: dict[str, Any]) -> str:
 
     if is_drafter(config):
         return "it is a drafter, not a target; give it as the drafter, with the target that it was trained for."
-    reason = one_line(error)
+    reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
     if "trust_remote_code" not in reason:
-        return reason
+        odd = None if isinstance(error, CheckpointError | OSError) else suspect(config)
+        return reason if odd is None else f"{odd} ({reason})"
     return (
         "it brings Python code of its own, which runs only if you trust it: "
         "--trust-remote-code on the command line, trust_remote_code=True in Python."

@@ -42,6 +42,14 @@ def test_without_tokenizer_files_token_ids_decode_and_text_is_refused(folder, tm
         target.build_prompt("hello")
 
 
+def test_a_tokenizer_of_another_size_than_the_model_is_warned_of(tmp_path, caplog):
+    load_target(save_target(qwen3_model(1, vocab=264), tmp_path / "own"))
+    assert caplog.messages == []
+    for rows in (200, 4000):
+        load_target(save_target(qwen3_model(1, vocab=rows), tmp_path / str(rows)))
+        assert f"has 262 tokens, the model {rows}: is it another model's?" in caplog.messages[-1]
+
+
 def test_a_drafter_in_place_of_the_target_is_told_apart(tmp_path, caplog):
     dflash.save_drafter(random_drafter(3), tmp_path / "drafter")
     with pytest.raises(CheckpointError) as error:
@@ -81,6 +89,6 @@ def test_packages_with_architectures_are_imported_before_the_model_is_loaded(fol
     order = []
     monkeypatch.setattr("dflash.target.load.registered_adapters", lambda: order.append("packages"))
     monkeypatch.setattr("mlx_lm.load", lambda *_, **__: order.append("model") or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(CheckpointError, match="division by zero"):
         load_target(folder)
     assert order == ["packages", "model"]

@@ -80,10 +80,9 @@ class DFlashConfig:
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 (frozen dataclass)
         for name in _COUNTS:
             require_positive(name, getattr(self, name))
-        if self.block_size > MAX_BLOCK_SIZE:
-            raise CheckpointError(
-                f"block_size {self.block_size} is too large; expected at most {MAX_BLOCK_SIZE} (published: 4 to 16)."
-            )
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise CheckpointError(f"{name} {getattr(self, name)} is too large; expected at most {most}.")
         set_("head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
         set_("target_layer_ids", tuple(self.target_layer_ids) or self._spread_layer_ids())
         set_("layer_types", tuple(self.layer_types) or (FULL,) * self.num_hidden_layers)
@@ -178,6 +177,10 @@ _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "block_size",
 )  # fmt: skip
+_MOST = {
+    "block_size": MAX_BLOCK_SIZE, "num_hidden_layers": 1000, "hidden_size": 2**20, "intermediate_size": 2**24,
+    "num_attention_heads": 2**14, "num_key_value_heads": 2**14, "head_dim": 2**14, "vocab_size": 2**24,
+}  # fmt: skip
 _INSIDE = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "sample_from_anchor",
            "elastic_blocks")  # fmt: skip
 _OPTIONAL = frozenset({

@@ -88,7 +88,7 @@ def caught(monkeypatch, prompts):
     def call(command, given):
         flags = {field.name: flag_of(field) for field in fields(DecodeOptions)}
         args = [text for name, (value, _) in given.items() for text in (flags[name], value)]
-        result = invoke(*first[command], "--raw", *args)
+        result = invoke("--debug", *first[command], "--raw", *args)  # or the error of this file, a plug-in, is a line
         assert isinstance(result.exception, Caught), result.output
         return {name: found[name] for name in given}
 

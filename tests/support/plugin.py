@@ -23,6 +23,8 @@ class Follows:
 
 @register_drafter("bigram")
 class Bigram:
+    """Drafts what followed each token last."""
+
     target_layer_ids = ()
 
     def __init__(self, block_size=8):
@@ -55,6 +57,8 @@ class Half:
 
 @register_drafter("fails")
 class Fails(Bigram):
+    """Makes a mistake when it is asked."""
+
     def propose(self, anchor, length, cache):
         return 1 // 0
 

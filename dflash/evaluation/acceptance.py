@@ -190,7 +190,7 @@ def _row(parts: Sequence[Acceptance], block_size: int) -> dict[str, Any]:
     counts = total(parts, block_size)
     limits = None
     if counts.blocks:
-        tau = Ratio.of([p.committed for p in parts], [p.blocks for p in parts]).interval()
+        tau = Ratio.of([p.committed for p in parts], [p.blocks for p in parts]).interval().bounded(1)
         limits = None if tau.low is None else [tau.low, tau.high]
     return {"prompts": len(parts)} | counts.results() | {"acceptance_length_interval": limits}
 

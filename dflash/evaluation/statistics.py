@@ -65,6 +65,11 @@ class Interval:
         low, high = (math.hypot(limit - self.value, half_width) for limit in (self.low, self.high))
         return Interval(self.value, self.value - low, self.value + high)
 
+    def bounded(self, least: float, most: float = math.inf) -> "Interval":
+        """The interval with its limits in the range that the value cannot leave."""
+        limits = (None if limit is None else min(max(limit, least), most) for limit in (self.low, self.high))
+        return Interval(self.value, *limits)
+
     def contains(self, value: float) -> bool:
         """Whether ``value`` is within the limits; always where there are none."""
         return self.low is None or self.high is None or self.low <= value <= self.high

@@ -169,7 +169,7 @@ def acceptance_length(blocks: "pd.DataFrame") -> Interval:
     """Tokens committed per drafted block, tau, with a 95 % interval over requests; plain steps are left out."""
     drafted = blocks[(blocks.block > 0) & ~blocks.asleep]
     sums = drafted.groupby(["trace", "request"]).committed.agg(["sum", "count"])
-    return Ratio.of(sums["sum"], sums["count"]).interval()
+    return Ratio.of(sums["sum"], sums["count"]).interval().bounded(1)
 
 
 def tokens_per_second(requests: "pd.DataFrame") -> Interval:
@@ -192,8 +192,8 @@ def survival(drafts: "pd.DataFrame") -> "pd.DataFrame":
     rows = []
     for position, here in drafts[drafts.verified.astype(bool)].groupby("position"):
         sums = here.groupby(["trace", "request"]).accepted.agg(["sum", "count"]).astype(float)
-        of_all, reached = Ratio.of(sums["sum"], sums["count"]).interval(), here[here.reached]
-        low, high = (np.nan if limit is None else min(limit, 1.0) for limit in (of_all.low, of_all.high))
+        of_all, reached = Ratio.of(sums["sum"], sums["count"]).interval().bounded(0, 1), here[here.reached]
+        low, high = (np.nan if limit is None else limit for limit in (of_all.low, of_all.high))
         conditional = reached.accepted.mean() if len(reached) else np.nan
         rows.append((position, len(here), of_all.value, low, high, conditional))
     return pandas.DataFrame(rows, columns=["position", "blocks", "survival", "low", "high", "acceptance"])

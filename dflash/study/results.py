@@ -75,7 +75,7 @@ class CellAnswers:
             "complete": self.complete,
             "tokens": sum(len(a.tokens) for a in self.answers),
         }
-        row |= columns("acceptance_length", self.acceptance.interval() if passes else None)
+        row |= columns("acceptance_length", self.acceptance.interval().bounded(1) if passes else None)
         row["drafted_per_pass"] = rounded(sum(sum(a.drafted) for a in self.answers) / passes) if passes else None
         row["plain_passes"] = self.plain_passes
         row |= columns("tokens_per_s", self.speed.interval())

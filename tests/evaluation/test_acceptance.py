@@ -92,7 +92,7 @@ def test_rows_by_kind_add_up_to_all_prompts():
     assert found["acceptance_length"] == pytest.approx(20 / 12)  # the mean of rows is 1.75
     assert code["acceptance_length_interval"] is None
     low, high = found["acceptance_length_interval"]
-    assert 0 < low < found["acceptance_length"] < high
+    assert 1 <= low < found["acceptance_length"] < high
     rows = [line.split() for line in rendered(found).splitlines()]
     assert rows[1][:5] == ["chat", "2", "8", "12", "1.50"]
     assert ["short", "1", "0", "0", "-", "0.000", "0.000"] in rows

@@ -79,6 +79,15 @@ def test_one_stall_moves_no_median_and_six_prompts_reach_from_least_to_greatest_
     assert 22 < many.low < many.value < many.high < 39
 
 
+def test_two_prompts_have_students_interval_at_least_and_resamples_of_one_of_them_move_nothing():
+    interval = Ratio.of([10, 20], [5, 5]).interval()  # shares of tokens and blocks: 1/3 and 1/2, 2/3 and 1/2
+    error = math.sqrt(2 * (1 / 36 + 1 / 36))
+    limits = [3 * math.exp(side * student(1) * error) for side in (-1, 1)]
+    assert (interval.low, interval.high) == pytest.approx(tuple(limits))
+    bounded = interval.bounded(1, 5)
+    assert (bounded.value, bounded.low, bounded.high) == (3, 1, 5)
+
+
 def test_widened_by_an_independent_uncertainty():
     assert student(2) == pytest.approx(4.3027, abs=1e-4)
     assert Interval(1.0, 0.7, 1.4).widened(0.3) == Interval(1.0, 1 - math.hypot(0.3, 0.3), 1 + math.hypot(0.4, 0.3))

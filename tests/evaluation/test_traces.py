@@ -64,7 +64,7 @@ def test_quantities_are_those_counted_by_hand(by_hand):
     tables = t.read_traces(by_hand)
     length = t.acceptance_length(tables.blocks)
     assert length.value == (3 + 1 + 4 + 2) / 4  # the plain step is no block
-    assert length == Ratio.of([4, 6], [2, 2]).interval()  # of whole requests
+    assert length == Ratio.of([4, 6], [2, 2]).interval().bounded(1)  # of whole requests
     assert t.tokens_per_second(tables.requests).value == (5 + 6) / 4.5
     survival = t.survival(tables.drafts)
     assert survival.position.tolist() == [1, 2, 3]

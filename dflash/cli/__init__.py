@@ -16,7 +16,22 @@ from typer.core import TyperGroup
 
 from ..core.errors import DFlashError, StopTraining, one_line
 from ..core.registry import plugin_error
-from . import adapters, bench, chat, data, decode, evaluate, fit, imports, prompt_cache, quantize, report, study, training
+from . import (
+    adapters,
+    bench,
+    chat,
+    data,
+    decode,
+    evaluate,
+    fit,
+    imports,
+    prompt_cache,
+    quantize,
+    report,
+    serve,
+    study,
+    training,
+)
 
 LONGEST_ERROR = 2000  # characters
 
@@ -76,7 +91,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (decode, chat, prompt_cache, bench, evaluate, imports, data, fit, training, study, report, quantize):
+for part in (decode, chat, serve, prompt_cache, bench, evaluate, imports, data, fit, training, study, report, quantize):
     app.add_typer(part.app)  # without a name: its commands stand next to each other
 app.add_typer(adapters.app, name="adapters")
 

@@ -4,6 +4,7 @@ The file format is mlx-lm's (``mlx_lm.cache_prompt``, ``mlx_lm.models.cache.save
 one per layer. Ours appends the tokens and the drafter's context, also as caches, which mlx-lm loads and ignores.
 """
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -101,6 +102,34 @@ class PromptCache:
             self._reset()
         elif len(self.tokens) > wanted:
             self._rewind(wanted)
+
+    # --- mlx-lm's interface of a cache, by which its server keeps several ---------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both caches."""
+        return sum(cache.nbytes for cache in self.target_cache) + getattr(self.draft_cache, "nbytes", 0)
+
+    def is_trimmable(self) -> bool:
+        """Whether :meth:`trim` can go back to any length."""
+        context = isinstance(self.draft_cache, ContextCache) or not self.drafter.target_layer_ids
+        return context and all(cache.is_trimmable() for cache in self.target_cache)
+
+    def trim(self, count: int) -> int:
+        """Drop the last ``count`` tokens, or all if that is not possible; returns how many were dropped."""
+        held = len(self.tokens)
+        if not self._rewind(held - count):
+            self._reset()
+        return held - len(self.tokens)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCache":
+        """The same tokens in caches of their own, for the same models."""
+        memo |= {id(self.target): self.target, id(self.drafter): self.drafter}
+        other = copy.copy(self)
+        caches = copy.deepcopy(list(self.target_cache), memo)
+        other.target_cache = TargetCache(caches, self.target_cache.quantization, len(self.tokens))
+        other.draft_cache, other.tokens = copy.deepcopy(self.draft_cache, memo), list(self.tokens)
+        return other
 
     def _rewind(self, length: int) -> bool:
         """Keep the first ``length`` tokens; returns whether that was possible."""

@@ -1,0 +1,220 @@
+"""What mlx-lm's HTTP handler leaves open: who may ask, what is refused and how, and what is told of the server."""
+
+import hmac
+import io
+import json
+import logging
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mlx_lm.server import APIHandler
+
+from ..core.errors import one_line
+from .body import Refused, checked_body
+from .counts import Counts
+from .generator import Generator, Request
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 5.0
+"""How long a streaming client hears nothing, at most, while it waits."""
+
+CHAT = ("/v1/chat/completions", "/chat/completions")
+COMPLETIONS = (*CHAT, "/v1/completions")
+OPEN = ("/health", "/metrics")
+"""Paths that need no key."""
+
+
+class Handler(APIHandler):
+    """Answers one connection."""
+
+    timeout = 60
+    """Seconds that a client may take to send its body or to read a piece of the answer."""
+    response_generator: Generator
+
+    def setup(self) -> None:
+        super().setup()
+        self.counts = Counts()
+        self.stream = False
+        self._sent = 0
+        self._heard = time.monotonic()
+
+    # --- who waits for it -------------------------------------------------------------------------------
+
+    def gone(self) -> bool:
+        """Whether the client has closed the connection."""
+        poll = select.poll()
+        try:
+            poll.register(self.connection, select.POLLIN)
+            return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):
+            return True
+
+    def still_waits(self) -> None:
+        """Send a streaming client a line now and then; the first brings the headers."""
+        if self.gone():
+            raise ConnectionError("The client has gone.")
+        if self.stream and time.monotonic() - self._heard > KEEP_ALIVE_SECONDS:
+            if not self._sent:
+                self._set_stream_headers()
+                self.end_headers()
+            self.wfile.write(b": keepalive\n\n")
+            self._heard = time.monotonic()
+
+    # --- requests ---------------------------------------------------------------------------------------
+
+    def do_POST(self) -> None:
+        self._answered(self._complete)
+
+    def do_GET(self) -> None:
+        self._answered(self._tell)
+
+    def _complete(self) -> None:
+        if self.path not in COMPLETIONS:
+            raise Refused(404, f"There is no {self.path}; expected one of {', '.join(COMPLETIONS)}.")
+        length, most = self.headers.get("Content-Length", ""), self.response_generator.cli_args.max_body_bytes
+        if not length.isdecimal():
+            raise Refused(411, "The header Content-Length is missing, or no number.")
+        if int(length) > most:
+            left = int(length)  # a client that still sends would not read why it is refused
+            while left > 0 and (part := self.rfile.read(min(left, 1 << 16))):
+                left -= len(part)
+            raise Refused(413, f"The request body has {length} bytes; expected at most {most}.")
+        model = self.response_generator.cli_args.model
+        body = json.dumps(checked_body(self.rfile.read(int(length)), self.path in CHAT, model)).encode()
+        self.rfile = io.BytesIO(body)
+        self.headers.replace_header("Content-Length", str(len(body)))
+        super().do_POST()
+
+    def validate_model_parameters(self) -> None:
+        try:
+            super().validate_model_parameters()
+        except (ValueError, TypeError) as error:
+            raise Refused(400, f"{one_line(error)}.") from error
+
+    def handle_chat_completions(self) -> Request:
+        return self._known(super().handle_chat_completions())
+
+    def handle_text_completions(self) -> Request:
+        return self._known(super().handle_text_completions())
+
+    def _known(self, asked: Any) -> Request:
+        request = Request(**vars(asked))
+        request.client = self
+        return request
+
+    def _tell(self) -> None:
+        generator = self.response_generator
+        if self.path == "/health":
+            healthy = generator.is_healthy
+            self._send(200 if healthy else 503, {"status": "ok" if healthy else "unavailable"})
+        elif self.path == "/metrics":
+            self._send(200, generator.model_provider.model.metrics.text(), "text/plain; version=0.0.4")
+        elif self.path.rstrip("/") == "/v1/models":
+            self._send(200, {"object": "list", "data": [self._model()]})
+        elif self.path == f"/v1/models/{generator.cli_args.model}":
+            self._send(200, self._model())
+        else:
+            raise Refused(404, f"There is no {self.path}.")
+
+    def _model(self) -> dict[str, Any]:
+        arguments, model = self.response_generator.cli_args, self.response_generator.model_provider.model
+        return {
+            "id": arguments.model,
+            "object": "model",
+            "created": arguments.created,
+            "owned_by": "dflash",
+            "max_model_len": model.decoder.max_seq_length,
+            "engine": "plain" if model.plain else "speculative",
+            "drafter": model.plain or arguments.drafter,
+        }
+
+    # --- responses --------------------------------------------------------------------------------------
+
+    def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        response = super().generate_response(*args, **kwargs)
+        if "usage" in response:
+            self.counts.put_into(response)
+            if found := response["choices"][0].get("logprobs"):
+                found["content"] = self._logprobs(found["content"], kwargs["tokens"], kwargs["token_logprobs"])
+        return response
+
+    def _logprobs(
+        self, content: list[dict[str, Any]], tokens: list[int], logprobs: list[float]
+    ) -> list[dict[str, Any]]:
+        """Of each token; mlx-lm names any of the likeliest in its place. The end of an answer is no token."""
+        decode, count = self.response_generator.model_provider.model.decoder.tokenizer.decode, self.counts.tokens
+        return [
+            {"id": token, "token": decode([token]), "logprob": logprob}
+            | {"top_logprobs": sorted(entry.get("top_logprobs", ()), key=lambda top: -top["logprob"])}
+            for entry, token, logprob in zip(content[:count], tokens, logprobs, strict=False)
+        ]
+
+    def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        response = super().completion_usage_response(*args, **kwargs) | {"object": self.object_type}
+        self.counts.put_into(response)
+        return response
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        """Begin a response; mlx-lm's own errors become error objects."""
+        error = sys.exception()
+        if status_code < 400:
+            super()._set_completion_headers(status_code)
+        elif isinstance(error, Refused | OSError):
+            raise error
+        else:
+            raise Refused(500 if status_code == 404 else status_code, f"The request failed: {_told(error)}") from error
+
+    def end_headers(self) -> None:
+        super().end_headers()
+        self._sent = 1
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no HTTP request, or one of a method that there is not."""
+        self._send(code, Refused(code, message or "The request is not understood.").body())
+
+    def _answered(self, answer: Callable[[], None]) -> None:
+        """Run ``answer``; whatever it raises becomes an error object, or a line of the stream."""
+        began, status = time.monotonic(), "200"
+        try:
+            key = self.response_generator.cli_args.api_key
+            given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+            if key is not None and self.path not in OPEN and not hmac.compare_digest(given, key.encode()):
+                raise Refused(401, "The API key is missing or wrong.", code="invalid_api_key")
+            answer()
+        except OSError as error:
+            status = f"client gone ({type(error).__name__})"
+        except Exception as error:
+            refused = error if isinstance(error, Refused) else Refused(500, f"The request failed: {_told(error)}")
+            status = f"{refused.status} ({type(refused.__cause__ or error).__name__})"
+            if not self._sent:
+                self._send(refused.status, refused.body())
+            elif self.stream:
+                self.wfile.write(f"data: {json.dumps(refused.body())}\n\n".encode())
+        finally:
+            counts, path = self.counts, self.path if self.path in (*COMPLETIONS, *OPEN) else "other"
+            done = f"{counts.tokens} tokens, {counts.accepted} of {counts.drafted} drafts accepted"
+            seconds = time.monotonic() - began
+            logger.info("%s %s: %s, %s, %.3f s", self.command, path, status, done, seconds)
+
+    def _send(self, status: int, body: dict[str, Any] | bytes, kind: str = "application/json") -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self._headers_buffer: list[bytes] = []  # of a response that had begun and was not sent
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        if hasattr(self, "headers"):
+            self._set_cors_headers()
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: `_answered` logs each request once, without what is in it."""
+
+
+def _told(error: BaseException | None) -> str:
+    return "without a reason" if error is None else f"{type(error).__name__}: {one_line(error)}"

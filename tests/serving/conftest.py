@@ -1,0 +1,127 @@
+"""Servers on loopback: one as a user starts it, others in this process with decoders made for a test."""
+
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import openai
+import pytest
+
+import dflash
+from dflash.models import ModelOptions
+from dflash.options import DecodeOptions
+from dflash.serving import server as serving_server
+from dflash.serving.options import ServeOptions
+
+QUESTION = "Tom has 12 pears. He buys 3 bags with 4 pears each. How many pears does he have?"
+
+
+class Server:
+    """Where a server listens, and ways to ask it."""
+
+    def __init__(self, port: int, log: Callable[[], str] = str, key: str = "none", generator=None):
+        self.port, self.log, self.generator = port, log, generator
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def chat(self, messages: str | list[dict], **options):
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self.client.chat.completions.create(model="bundled", messages=messages, **options)
+
+    def text(self, messages: str | list[dict], **options) -> str:
+        return self.chat(messages, **options).choices[0].message.content or ""
+
+    def complete(self, prompt: str, **options):
+        return self.client.completions.create(model="bundled", prompt=prompt, **options)
+
+    def send(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+    def post(self, body: object, path: str = "/v1/chat/completions") -> tuple[int, dict]:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, data = self.send("POST", path, raw)
+        return status, json.loads(data)
+
+    def open(self, body: dict, path: str = "/v1/completions") -> socket.socket:
+        """A connection on which ``body`` was sent and nothing was read."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        raw = json.dumps(body).encode()
+        connection.sendall(f"POST {path} HTTP/1.1\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        return connection
+
+    def metric(self, name: str) -> float:
+        text = self.send("GET", "/metrics")[1].decode()
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.M))
+
+
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@contextmanager
+def process(*options: str) -> Iterator[Server]:
+    """``dflash serve`` in a process of its own."""
+    environment = os.environ | {"HF_HUB_CACHE": "/nowhere", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "dflash", "serve", "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.extend(iter(started.stderr.readline, "")), daemon=True)
+        reader.start()
+        try:
+            until(lambda: any("Serving" in line for line in lines) or started.poll() is not None, 60)
+            port = re.search(r"Serving .*:(\d+)/v1", "".join(lines))
+            assert port is not None, "".join(lines)
+            yield Server(int(port[1]), lambda: "".join(lines))
+        finally:
+            started.terminate()
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[Server]:
+    """The bundled pair, as a user serves it."""
+    with process("--policy", "full", "--max-body-bytes", "20000", "--max-seq-length", "600") as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def decoder() -> dflash.DFlashSpeculativeDecoder:
+    """What the texts must equal."""
+    return dflash.DFlashSpeculativeDecoder.from_pretrained(max_seq_length=600)
+
+
+@pytest.fixture
+def here(monkeypatch) -> Callable[..., Server]:
+    """Serve in this process: the decoder that a function makes, or the models of ``models``."""
+    stack: list = []
+
+    def serve(make: Callable[[], dflash.DFlashSpeculativeDecoder] | None = None, models=None, **options) -> Server:
+        if make is not None:
+            loaded = lambda _models, _decoding, _longest, served: served(make(), plain="")  # noqa: E731
+            monkeypatch.setattr(serving_server, "load_served", loaded)
+        monkeypatch.setattr(serving_server.server, "stream_generate", None)  # put back afterwards
+        serving = ServeOptions(port=0, served_model_name="bundled", **options)
+        context = serving_server.started(models or ModelOptions(), DecodeOptions(max_tokens=60), serving)
+        httpd, generator = context.__enter__()
+        thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
+        thread.start()
+        stack.append((context, httpd, thread))
+        return Server(httpd.server_address[1], generator=generator, key=options.get("api_key", "none"))
+
+    yield serve
+    for context, httpd, thread in stack:
+        httpd.shutdown()
+        thread.join()
+        context.__exit__(None, None, None)

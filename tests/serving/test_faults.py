@@ -1,0 +1,327 @@
+"""What goes wrong in one request stays there: clients that leave, drafters that fail, a thread that ends."""
+
+import inspect
+import json
+import threading
+import time
+
+import mlx.core as mx
+import openai
+import pytest
+from mlx_lm import server as mlx_server
+from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+from support.models import TEXT_VOCAB, ScriptedDrafter, byte_tokenizer, plain_greedy, qwen3_model, save_target, writer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy
+from dflash.adapters.conformance import small_models as small
+from dflash.models import ModelOptions
+from dflash.serving import http
+from dflash.serving.engine import stream_generate
+
+from .conftest import until
+
+ANSWER = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+PROMPT = {"prompt": "AB", "max_tokens": 200}
+
+
+class Gate(Policy):
+    """Lets blocks of four drafts pass one by one, when it is told to; `steps` counts those that have begun."""
+
+    def __init__(self):
+        self.steps, self.open = 0, threading.Semaphore(0)
+
+    def draft_length(self, most: int) -> int:
+        self.steps += 1
+        self.open.acquire()
+        return min(most, 4)
+
+
+@pytest.fixture
+def gated(here):
+    """A server whose decoder writes `ANSWER`, and its gate."""
+    gate = Gate()
+    running = here(lambda: writer(ANSWER, policy=gate))
+    yield running, gate
+    gate.open.release(1000)
+
+
+def answer(connection) -> dict:
+    """The object that an open connection brings."""
+    with connection, connection.makefile("rb") as file:
+        head, _, body = file.read().partition(b"\r\n\r\n")
+    return json.loads(body) | {"status": int(head.split()[1])}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_decoding_after_a_block(gated, stream):
+    running, gate = gated
+    connection = running.open(PROMPT | {"stream": stream})
+    until(lambda: gate.steps == 1)
+    connection.close()
+    gate.open.release(1)
+    until(lambda: running.metric("vllm:request_success_total") == 1)
+    assert gate.steps <= 2
+    assert running.metric("vllm:generation_tokens_total") <= 1 + 5
+    gate.open.release(1000)
+    again = running.complete("AB", max_tokens=200)
+    assert again.choices[0].text == ANSWER
+    assert again.usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_a_client_that_leaves_while_it_waits_is_never_decoded(gated):
+    running, gate = gated
+    first = running.open(PROMPT)
+    until(lambda: gate.steps == 1)
+    leaves, stays = running.open(PROMPT), running.open(PROMPT)
+    until(lambda: running.metric("vllm:num_requests_waiting") == 2)
+    leaves.close()
+    gate.open.release(1000)
+    assert answer(first)["choices"][0]["text"] == answer(stays)["choices"][0]["text"] == ANSWER
+    assert running.metric("vllm:prompt_tokens_total") == 2 * 2
+
+
+def test_a_client_that_leaves_in_the_prompt_ends_its_reading(here):
+    made = []
+
+    def make():
+        made.append(writer(ANSWER))
+        read = made[0].cache_prompt
+        made[0].cache_prompt = lambda *args: (lengths.append(len(args[0])), gate.wait(10), read(*args))
+        return made[0]
+
+    lengths, gate = [], threading.Event()
+    running = here(make)
+    running.generator.cli_args.prefill_step_size = 4
+    connection = running.open({"prompt": "A" * 40})
+    until(lambda: lengths == [4])
+    connection.close()
+    gate.set()
+    until(lambda: running.metric("vllm:request_success_total") == 1)
+    assert lengths == [4]
+    assert running.complete("A" * 40, max_tokens=1).usage.prompt_tokens_details.cached_tokens == 4
+    assert lengths == [4, *range(8, 40, 4)]
+
+
+def test_who_waits_hears_that_the_server_lives_and_too_many_are_refused(gated, monkeypatch):
+    monkeypatch.setattr(http, "KEEP_ALIVE_SECONDS", 0.1)
+    running, gate = gated
+    running.generator._longest_queue = 1
+    first = running.open(PROMPT)
+    until(lambda: gate.steps == 1)
+    waits = running.open(PROMPT | {"stream": True})
+    assert waits.recv(15).startswith(b"HTTP/1.0 200 OK")
+    while b": keepalive" not in waits.recv(1000):
+        pass
+    with pytest.raises(openai.InternalServerError, match="1 requests wait already") as refused:
+        running.complete("AB")
+    assert refused.value.status_code == 503
+    gate.open.release(1000)
+    assert answer(first)["choices"][0]["text"] == ANSWER
+    with waits, waits.makefile("rb") as file:
+        chunks = [json.loads(line[6:]) for line in file if line.startswith(b"data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER
+
+
+class Failing(ScriptedDrafter):
+    """A drafter that fails when its request begins after three tokens."""
+
+    def propose(self, anchor, length, cache):
+        if cache.tokens[:3] == [65, 65, 65] or len(cache.tokens) == 3:
+            raise RuntimeError("the drafter is out of order")
+        return super().propose(anchor, length, cache)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_is_told_to_its_client_and_the_next_is_answered(here, stream):
+    def make():
+        decoder = writer(ANSWER, policy="full")
+        drafter = Failing(decoder.draft_model.text, decoder.draft_model.vocab)
+        return DFlashSpeculativeDecoder(decoder.loaded_target, drafter, policy="full")
+
+    running = here(make)
+    with pytest.raises(openai.APIError, match="the drafter is out of order") as failed:
+        list(running.complete("AAA", stream=stream))
+    assert stream or failed.value.status_code == 500
+    assert running.complete("AB", max_tokens=200).choices[0].text == ANSWER
+    assert running.send("GET", "/health")[0] == 200
+
+
+def test_a_thread_that_ends_is_told_by_health_and_to_who_waits(gated, monkeypatch):
+    running, gate = gated
+    first = running.open(PROMPT)
+    until(lambda: gate.steps == 1)
+    waits = running.open(PROMPT)
+    until(lambda: running.metric("vllm:num_requests_waiting") == 1)
+
+    def end(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(running.generator, "_next_request", end)
+    gate.open.release(1000)
+    assert answer(first)["status"] == 200
+    began = time.monotonic()
+    assert answer(waits)["status"] == 503
+    assert time.monotonic() - began < 5
+    assert running.send("GET", "/health")[0] == 503
+    with pytest.raises(openai.InternalServerError):
+        running.complete("AB")
+
+
+def test_health_tells_of_a_thread_that_stands_still(gated):
+    running, gate = gated
+    running.generator._patience = 0.3
+    connection = running.open(PROMPT)
+    until(lambda: gate.steps == 1)
+    until(lambda: running.send("GET", "/health")[0] == 503)
+    gate.open.release(1000)
+    assert answer(connection)["choices"][0]["text"] == ANSWER
+    until(lambda: running.send("GET", "/health")[0] == 200)
+
+
+@pytest.mark.parametrize("stop", ["four five", "wo th", " ", "eight nine ten", "en e", "sixteen", "one", "ne t", "xyz"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_decoding_wherever_blocks_and_tokens_end(here, stop, stream):
+    running = here(lambda: writer(ANSWER, p=0.9, policy="full"))
+    alone = list(writer(ANSWER).stream_generate([65, 66], 200, stop_strings=[stop]))
+    if stream:
+        *chunks, last = running.complete(
+            "AB", max_tokens=200, stop=stop, stream=True, stream_options={"include_usage": True}
+        )
+        text, finish = "".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason
+    else:
+        last = running.complete("AB", max_tokens=200, stop=stop)
+        text, finish = last.choices[0].text, last.choices[0].finish_reason
+    assert (text, finish) == (ANSWER.split(stop)[0], "stop")
+    assert last.usage.completion_tokens == alone[-1].generation_tokens
+    assert running.metric("vllm:generation_tokens_total") == alone[-1].generation_tokens
+
+
+def test_tools_and_characters_may_end_in_a_block(here):
+    """Call and text in one block; the emoji's bytes are tokens of two blocks."""
+    messages = [{"role": "user", "content": "Weather?"}]
+    text = 'So 😀🎉: <tool_call>{"name": "weather", "arguments": {"city": "Łódź"}}</tool_call>'
+
+    def make():
+        tokenizer = TokenizerWrapper(
+            byte_tokenizer(),
+            BPEStreamingDetokenizer,
+            tool_call_start="<tool_call>",
+            tool_call_end="</tool_call>",
+            tool_parser=json_tools.parse_tool_call,
+        )
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        made = writer(text, prompt, policy="full")
+        return DFlashSpeculativeDecoder(made.target_model, made.draft_model, tokenizer, policy="full")
+
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    running = here(make)
+    (choice,) = running.chat(messages, max_tokens=200, tools=tools).choices
+    assert (choice.message.content, choice.finish_reason) == ("So 😀🎉: ", "tool_calls")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Łódź"})
+    pieces = list(running.chat(messages, max_tokens=200, tools=tools, stream=True))
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == "So 😀🎉: "
+    assert pieces[-1].choices[0].finish_reason == "tool_calls"
+
+
+KINDS = {"sliding": "llama", "recurrent": "qwen3_5", "both": "falcon_h1"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_of_targets_whose_caches_cannot_go_back(here, kind):
+    """Each turn goes on where the last ended, or is read anew; its text is that of plain decoding."""
+    mx.random.seed(0)
+    model = small.build(KINDS[kind], seed=5)
+    mx.eval(model.parameters())
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(999)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=words))
+
+    def make():
+        drafter = ScriptedDrafter(list(range(64)), 64, 0.5)
+        return DFlashSpeculativeDecoder(LoadedTargetModel(model, tokenizer), drafter, policy="full")
+
+    def ids(text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    running, text = here(make), "3 1 4 1 5"
+    for turn in ("", " 9 2 6", " 5 3 5"):
+        text += turn
+        found = running.complete(text, max_tokens=12)
+        assert ids(found.choices[0].text) == plain_greedy(model, ids(text), 12)[0]
+        if turn:
+            usage = found.usage
+            assert usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens <= 4
+        text += " " + found.choices[0].text
+    again = running.complete(text, max_tokens=3)
+    assert ids(again.choices[0].text) == plain_greedy(model, ids(text), 3)[0]
+
+
+def test_memory_of_prompt_caches_is_bounded(here):
+    running = here(lambda: writer(ANSWER, prompt=[0] * 8), prompt_cache_bytes=50_000, prompt_caches=100)
+    sizes = []
+    for number in range(20):
+        running.complete(f"{number:08}", max_tokens=8)
+        sizes.append(running.metric("dflash:prompt_cache_bytes"))
+    assert 30_000 < max(sizes) <= 50_000
+
+
+def test_a_drafter_that_was_found_and_does_not_fit_is_told(here, tmp_path, caplog):
+    """A target alone for which none is bundled."""
+    save_target(qwen3_model(1, vocab=TEXT_VOCAB), tmp_path / "target")
+    with caplog.at_level("WARNING"):
+        running = here(models=ModelOptions(tmp_path / "target"))
+    (model,) = running.client.models.list()
+    assert model.engine == "plain"
+    assert "No drafter is bundled for this target" in model.drafter
+    assert "No drafter is bundled" in caplog.text
+    drafts = running.complete("AB", max_tokens=20).metrics["speculative_decoding"]
+    assert (drafts["num_draft_tokens"], drafts["mean_acceptance_length"]) == (0, None)
+
+
+RELIED_ON = {
+    "stream_generate": (mlx_server.stream_generate, "model tokenizer prompt max_tokens draft_model stream kwargs"),
+    "load": (mlx_server.ModelProvider.load, "self model_path adapter_path draft_model_path"),
+    "generate": (mlx_server.ResponseGenerator.generate, "self request generation_args progress_callback"),
+    "_await_response": (mlx_server.ResponseGenerator._await_response, "self response_queue"),
+    "_run_generate": (mlx_server.ResponseGenerator._run_generate, "self"),
+    "_generate": (mlx_server.ResponseGenerator._generate, "self"),
+    "_next_request": (mlx_server.ResponseGenerator._next_request, "self timeout"),
+    "_tokenize": (mlx_server.ResponseGenerator._tokenize, "self tokenizer request args"),
+    "_make_state_machine": (mlx_server.ResponseGenerator._make_state_machine, "self model_key tokenizer stop_words"),
+    "_serve_single": (mlx_server.ResponseGenerator._serve_single, "self request stream"),
+    "insert_cache": (LRUPromptCache.insert_cache, "self model tokens prompt_cache cache_type"),
+    "fetch_nearest_cache": (LRUPromptCache.fetch_nearest_cache, "self model tokens"),
+    "do_POST": (mlx_server.APIHandler.do_POST, "self"),
+    "handle_chat_completions": (mlx_server.APIHandler.handle_chat_completions, "self"),
+    "handle_text_completions": (mlx_server.APIHandler.handle_text_completions, "self"),
+    "validate_model_parameters": (mlx_server.APIHandler.validate_model_parameters, "self"),
+    "_set_completion_headers": (mlx_server.APIHandler._set_completion_headers, "self status_code"),
+    "generate_response": (
+        mlx_server.APIHandler.generate_response,
+        "self text finish_reason prompt_token_count completion_token_count prompt_cache_count token_logprobs "
+        "top_tokens tokens tool_calls reasoning_text",
+    ),
+    "completion_usage_response": (
+        mlx_server.APIHandler.completion_usage_response,
+        "self prompt_token_count completion_token_count prompt_cache_count",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RELIED_ON)
+def test_what_is_relied_on_in_mlx_lms_server_is_as_it_was(name):
+    function, parameters = RELIED_ON[name]
+    assert " ".join(inspect.signature(function).parameters) == parameters
+
+
+def test_mlx_lms_server_hands_over_what_the_engine_takes():
+    """The keywords of its one call of ``stream_generate``."""
+    source = inspect.getsource(mlx_server.ResponseGenerator._serve_single)
+    call = source[source.index("for gen in stream_generate(") :].split("):\n")[0]
+    for parameter in inspect.signature(stream_generate).parameters.values():
+        assert parameter.kind is parameter.VAR_KEYWORD or f"{parameter.name}=" in call

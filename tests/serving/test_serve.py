@@ -1,0 +1,274 @@
+"""``dflash serve`` as a user starts it, asked by OpenAI's client: every text is that of ``dflash generate``."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from .conftest import QUESTION, process
+
+TURNS = [
+    QUESTION,
+    "Return the longest word of a sentence.",
+    "How can I keep the numbers of at least 9 in a given list in Python?",
+    "Write a function that keeps the even numbers, squares each and returns the sum.",
+    "And the odd ones?",
+]
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({}, {}),
+        ({"temperature": 0.8, "seed": 7}, {"temperature": 0.8, "seed": 7}),
+        ({"temperature": 1, "top_p": 0.9, "seed": -1}, {"temperature": 1.0, "top_p": 0.9, "seed": 2**64 - 1}),
+        ({"logit_bias": {"13": 5}, "frequency_penalty": 0.3}, {"logit_bias": {13: 5.0}, "frequency_penalty": 0.3}),
+        ({"extra_body": {"repetition_penalty": 1.2}}, {"repetition_penalty": 1.2}),
+        ({"stop": "He buys"}, {"stop_strings": ["He buys"]}),
+        ({"stop": ["zzz", ". "]}, {"stop_strings": ["zzz", ". "]}),
+        ({"logprobs": True, "top_logprobs": 2}, {}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_that_of_generate_and_usage_counts_it(server, decoder, asked, options, stream):
+    steps = list(decoder.stream_generate(user(QUESTION), 24, **options))
+    text, count = "".join(step.text for step in steps), steps[-1].generation_tokens
+    if stream:
+        *chunks, last = server.chat(
+            QUESTION, max_tokens=24, stream=True, stream_options={"include_usage": True}, **asked
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+        finish = chunks[-1].choices[0].finish_reason
+    else:
+        last = server.chat(QUESTION, max_tokens=24, **asked)
+        assert (last.choices[0].message.content or "") == text
+        finish = last.choices[0].finish_reason
+        if "logprobs" in asked:
+            assert len(last.choices[0].logprobs.content) == count
+    assert finish == steps[-1].finish_reason
+    usage, drafts = last.usage, last.metrics["speculative_decoding"]
+    assert usage.completion_tokens == count
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == drafts["num_accepted_draft_tokens"]
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == drafts["num_draft_tokens"]
+    assert sum(drafts["acceptance_histogram"].values()) == drafts["num_spec_steps"]
+
+
+def test_logprobs_are_the_targets_own(server, decoder):
+    """Of each token in its place, whatever was drafted: those of plain mlx-lm."""
+    import mlx.core as mx
+    from mlx_lm import stream_generate
+
+    answer = server.complete("def total(values):", max_tokens=16, logprobs=3)
+    loaded = decoder.loaded_target
+    plain = list(stream_generate(loaded.model, loaded.tokenizer, "def total(values):", max_tokens=16))
+    assert answer.choices[0].text == "".join(response.text for response in plain)
+    for ours, theirs in zip(answer.choices[0].logprobs.content, plain, strict=True):
+        assert ours["id"] == ours["top_logprobs"][0]["id"] == theirs.token
+        assert ours["logprob"] == pytest.approx(theirs.logprobs[theirs.token].item(), abs=1e-3)
+        likeliest = mx.sort(theirs.logprobs)[::-1][:3].tolist()
+        assert [top["logprob"] for top in ours["top_logprobs"]] == pytest.approx(likeliest, abs=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17])
+def test_max_tokens_counts_tokens(server, decoder, count):
+    answer = server.complete("def total(values):", max_tokens=count)
+    assert answer.choices[0].text == decoder.generate("def total(values):", count, chat=False)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (count, "length")
+
+
+@pytest.mark.parametrize("room", [1, 7])
+def test_an_answer_ends_with_the_context(server, decoder, room):
+    tokens = decoder.tokenizer.encode("a b c d " * 300)[: 600 - room]
+    prompt = decoder.tokenizer.decode(tokens)
+    assert len(decoder.tokenizer.encode(prompt)) == len(tokens)
+    answer = server.complete(prompt, max_tokens=500)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (room, "length")
+    assert answer.choices[0].text == decoder.generate(tokens, room)
+
+
+def test_five_turns_read_only_what_is_new(server, decoder):
+    messages = [{"role": "system", "content": "Answer this: " + "x y " * 20}]
+    for number, turn in enumerate(TURNS):
+        messages.append({"role": "user", "content": turn})
+        answer = server.chat(messages, max_tokens=16)
+        cached, read = answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens
+        assert answer.choices[0].message.content == decoder.generate(messages, 16)
+        cold = [step.accepted for step in decoder.stream_generate(messages, 16, policy="full")]
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens == sum(cold), "the drafter's context"
+        if number:
+            assert read - cached < 60 < cached
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+
+def test_the_same_prompt_again_and_a_prompt_that_is_kept_whole_are_answered(server, decoder):
+    """mlx-lm issue 1215: nothing is left to read."""
+    prompt = "def add(a, b):"
+    first = server.complete(prompt, max_tokens=12).choices[0].text
+    assert server.complete(prompt, max_tokens=12).choices[0].text == first
+    longer = prompt + first
+    for _ in range(2):
+        assert server.complete(longer, max_tokens=12).choices[0].text == decoder.generate(longer, 12, chat=False)
+    assert server.send("GET", "/health")[0] == 200
+
+
+def test_requests_at_once_are_answered_as_alone(server, decoder):
+    kinds = [
+        {},
+        {"temperature": 0.7, "seed": 3},
+        {"stop": ["."]},
+        {"logprobs": True},
+        {"logit_bias": {"30": -100}},
+        {"max_tokens": 3},
+        {"presence_penalty": 0.5},
+        {"seed": 1},
+    ]
+
+    def ask(number: int) -> str:
+        return server.text(TURNS[number % 5], **({"max_tokens": 16} | kinds[number]))
+
+    alone = [ask(number) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == alone
+    assert alone[0] == decoder.generate(TURNS[0], 16)
+
+
+BAD = [
+    (b"{", "not valid JSON"),
+    (b"\xff\xfe\x00binary\x80", "not valid JSON"),
+    (b"[" * 10000, "not valid JSON"),
+    (b'{"messages": [], "temperature": NaN}', "NaN"),
+    (b"7", "must be a JSON object"),
+    ({}, "messages must be a list"),
+    ({"messages": []}, "messages must be a list"),
+    ({"messages": "Hi"}, "messages must be a list"),
+    ({"messages": ["Hi"]}, "an object with a role"),
+    ({"messages": [{"role": "wizard", "content": "Hi"}]}, "a role of system"),
+    ({"messages": [{"role": "user"}]}, "must have a content"),
+    ({"messages": [{"role": "user", "content": 7}]}, "must have a content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, "text"),
+    ({"messages": user("\ud800")}, "cannot take this request"),
+    ({"messages": user("x " * 9000)}, "tokens; expected"),
+    ({"messages": user("Hi"), "model": "gpt-9"}, "There is no model 'gpt-9'"),
+    ({"messages": user("Hi"), "model": 7}, "model"),
+    ({"messages": user("Hi"), "max_tokens": "many"}, "max_tokens must be"),
+    ({"messages": user("Hi"), "max_tokens": 0}, "max_tokens must be"),
+    ({"messages": user("Hi"), "temperature": "hot"}, "temperature must be"),
+    ({"messages": user("Hi"), "temperature": -1}, "temperature must be"),
+    ({"messages": user("Hi"), "logit_bias": {"a": 1}}, "logit_bias"),
+    ({"messages": user("Hi"), "logit_bias": {"1": []}}, "float"),
+    ({"messages": user("Hi"), "logit_bias": {"99999": 1}}, "logit_bias names token 99999"),
+    ({"messages": user("Hi"), "top_k": 99999}, "top_k"),
+    ({"messages": user("Hi"), "stop": [""]}, "stop must be"),
+    ({"messages": user("Hi"), "stop": 7}, "stop must be"),
+    ({"messages": user("Hi"), "stream": "yes"}, "stream must be"),
+    ({"messages": user("Hi"), "stream_options": 1}, "stream_options"),
+    ({"messages": user("Hi"), "n": 2}, "n 2 is not supported"),
+    ({"messages": user("Hi"), "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": user("Hi"), "tools": "all"}, "tools"),
+    ({"messages": user("Hi"), "tool_choice": "required"}, "tool_choice"),
+    ({"messages": user("Hi"), "adapters": "/etc"}, "adapters"),
+    ({"messages": user("Hi"), "chat_template_kwargs": {"tokenize": False}}, "cannot take this request"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD)
+def test_bad_input_gets_openais_error_object(server, body, message):
+    status, answer = server.post(body)
+    assert 400 <= status < 500
+    assert message in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_after_all_that_the_server_answers(server, decoder):
+    assert server.text(QUESTION, max_tokens=20) == decoder.generate(QUESTION, 20)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("GET", "/nothing", None, {}, 404),
+        ("POST", "/v1/embeddings", b"{}", {}, 404),
+        ("PUT", "/v1/models", b"{}", {}, 501),
+        ("POST", "/v1/completions", b"x" * 5_000_000, {}, 413),
+        ("POST", "/v1/completions", None, {"Content-Length": "-5"}, 411),
+        ("POST", "/v1/completions", b'{"prompt": ["a", "b"]}', {}, 400),
+        ("POST", "/v1/completions", b'{"prompt": ""}', {}, 400),
+        ("POST", "/v1/completions", b"{}", {}, 400),
+        ("GET", "/v1/models/other", None, {}, 404),
+    ],
+)
+def test_errors_of_http_are_error_objects_too(server, method, path, body, headers, status):
+    found, answer = server.send(method, path, body, **headers)
+    assert found == status
+    assert json.loads(answer)["error"]["message"]
+
+
+def test_nulls_unknown_fields_and_empty_stream_options_are_harmless(server):
+    asked = {"messages": user("Hi"), "max_tokens": 4} | dict.fromkeys(
+        ("temperature", "stop", "logprobs", "seed", "tools")
+    )
+    status, answer = server.post(asked | {"user": "me", "store": False, "n": 1, "response_format": {"type": "text"}})
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
+    status, data = server.send(
+        "POST", "/v1/chat/completions", json.dumps(asked | {"stream": True, "stream_options": {}}).encode()
+    )
+    assert (status, data.endswith(b"data: [DONE]\n\n")) == (200, True)
+
+
+def test_models_tells_what_is_served_without_a_hub_cache(server):
+    (model,) = server.client.models.list()
+    assert (model.id, model.engine, model.drafter, model.max_model_len) == ("bundled", "speculative", "bundled", 600)
+    assert server.client.models.retrieve("bundled").id == "bundled"
+
+
+def test_metrics_count_drafts_in_vllms_names(server):
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+    before = [server.metric(f"vllm:spec_decode_{name}_total") for name in names]
+    drafts = server.chat(QUESTION, max_tokens=40).metrics["speculative_decoding"]
+    after = [server.metric(f"vllm:spec_decode_{name}_total") for name in names]
+    grown = [b - a for a, b in zip(before, after, strict=True)]
+    accepted = drafts["num_accepted_draft_tokens"]
+    assert grown == [drafts["num_spec_steps"], drafts["num_draft_tokens"], accepted, accepted]
+    assert (server.metric("vllm:num_requests_running"), server.metric("vllm:num_requests_waiting")) == (0, 0)
+    assert server.metric("dflash:prompt_cache_bytes") > 0
+
+
+def test_the_log_holds_no_text(server):
+    server.text("Say xylophone", max_tokens=5)
+    server.post({"messages": user("Say xylophone"), "model": "xylophone"})
+    server.post(b'{"messages": xylophone')
+    server.send("GET", "/xylophone?xylophone")
+    log = server.log()
+    assert "POST /v1/chat/completions: 200" in log
+    assert "xylophone" not in log
+    assert "Traceback" not in log
+
+
+def test_a_named_drafter_that_does_not_fit_is_an_error_at_start(tmp_path):
+    with (
+        pytest.raises(AssertionError, match=r"error: .*(drafter|folder)"),
+        process("--drafter", str(tmp_path / "none")),
+    ):
+        pass
+
+
+def test_a_port_that_is_taken_is_one_line(server):
+    with pytest.raises(AssertionError, match=r"error: .*in use"), process("--port", str(server.port)):
+        pass
+
+
+def test_only_who_knows_the_key_is_answered(here):
+    running = here(api_key="secret")
+    assert running.text("Hi", max_tokens=3)
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer sécret"}):
+        status, answer = running.send("GET", "/v1/models", **headers)
+        assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
+    assert running.send("GET", "/health")[0] == 200
+    with pytest.raises(openai.AuthenticationError):
+        running.client.with_options(api_key="other").models.list()

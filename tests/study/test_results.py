@@ -89,6 +89,14 @@ def test_the_spread_between_drafters_widens_what_prompts_alone_would_say():
     assert dataclasses.replace(sixfold, cells=2) == effect  # one drafter, however often it decodes
 
 
+def test_ways_of_decoding_are_averaged_before_drafters_are_compared():
+    """One drafter of each level has 20 either way, the other 25 and 16: on average, they are alike."""
+    lengths = {(0, "a"): 20, (0, "b"): 20, (1, "a"): 25, (1, "b"): 16}
+    cells = [trained(x, times * n, *key) for x, times in (("x", 1), ("y", 2)) for key, n in lengths.items()]
+    ratio = effects_of(cells, factor="xy")["x", "y"].ratio
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2, 2, 2))
+
+
 def test_the_drafters_own_luck_cancels_where_both_cells_of_a_pair_have_it():
     """Drafters of 10 and of 40, each a tenth better by the other way of decoding."""
     cells = [trained("x", n, seed, way) for seed, n in ((0, 10), (1, 40)) for way, n in (("a", n), ("b", n + n // 10))]

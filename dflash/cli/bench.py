@@ -1,8 +1,9 @@
 """``dflash bench`` and ``dflash doctor``: how fast, and on what."""
 
 import json
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,6 +58,10 @@ def bench(
     template: options.Template = None,
     limit: options.Limit = None,
     runs: Annotated[int, typer.Option(help="Runs of each side per prompt.")] = 1,
+    batch: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="Against mlx_lm.batch_generate, N prompts at a time: '1,2,4,8,16'."),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Compare with plain mlx_lm on the same prompts, alternating.
@@ -72,6 +77,7 @@ def bench(
     dflash bench --runs 3
     dflash bench --prompts mine.jsonl --limit 20 --temp 0.8 --json > result.json
     dflash bench --drafter bundled --drafter ngram --limit 20
+    dflash bench --batch 1,2,4,8,16 --runs 3
     dflash bench --target T --drafter mine --prompts q.jsonl --template "{question}"
     """
     require_count("runs", runs, 1)
@@ -80,8 +86,12 @@ def bench(
     requests = Requests.read(prompts, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
     loading.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
+    rows = None if batch is None else _rows(batch, drafter or ())
     decoders = loading.load_decoders(models, drafter or ())
     terminal.show_progress()
+    if rows is not None:
+        _bench_batches(next(iter(decoders.values())), requests, form, decoding, rows, runs, as_json)
+        return
     comparison = _Comparison(decoders, requests, form, decoding)
     comparison.carry_out(runs)
     settings = {name: value for name, value in asked.items() if name != "as_json"} | {
@@ -92,6 +102,73 @@ def bench(
         "block_size": [decoder.block_size for decoder in decoders.values()],
     }
     comparison.show(settings, as_json)
+
+
+def _rows(batch: str, drafters: Sequence[str]) -> list[int]:
+    """The numbers of rows in ``batch``. Raises ``DFlashError`` for anything else, and for several drafters."""
+    if len(drafters) > 1:
+        raise DFlashError(f"--batch measures one drafter at a time, got {len(drafters)}.")
+    try:
+        rows = [int(number) for number in batch.split(",")]
+    except ValueError as error:
+        raise DFlashError(f"--batch takes whole numbers and commas, such as 1,2,4,8, got {batch!r}.") from error
+    for number in rows:
+        require_count("batch", number, 1)
+    return rows
+
+
+def _bench_batches(
+    decoder: "DFlashSpeculativeDecoder",
+    requests: Requests,
+    form: PromptFormat,
+    decoding: DecodeOptions,
+    rows: list[int],
+    runs: int,
+    as_json: bool,
+) -> None:
+    """Measure and print batches; exits with 1 if greedy tokens differ."""
+    from rich.table import Table
+
+    from ..core.environment import environment
+    from ..evaluation.batch_speed import batch_speeds
+
+    most = decoding.max_tokens or options.MAX_TOKENS
+    prompts, _ = that_fit(
+        requests, requests.encode(decoder.loaded_target, form), decoder.max_seq_length, decoding.max_tokens or 1
+    )
+    measured = batch_speeds(decoder, [prompt.tokens for prompt in prompts], rows, runs, most, decoding)
+    found, interrupted = terminal.until_stopped(measured, "bench", len(rows))
+    if as_json:
+        about = {"prompts": requests.identity(), "max_tokens": most, "environment": environment(decoder.threads)}
+        print(json.dumps(about | {"batches": [speed.to_dict() for speed in found]}, indent=1))
+    else:
+        columns = (
+            "rows",
+            "plain tok/s",
+            "DFlash tok/s",
+            "ratio",
+            "accepted",
+            "drafted",
+            "plain GB",
+            "DFlash GB",
+            "differ",
+        )
+        table = Table(*columns, box=None, pad_edge=False)
+        for column in table.columns:
+            column.justify = "right"
+        for speed in found:
+            plain, ours = statistics.median(speed.plain_tps), statistics.median(speed.dflash_tps)
+            accepted = "-" if speed.acceptance is None else f"{speed.acceptance:.2f}"
+            memory = f"{speed.plain_memory:.2f}", f"{speed.dflash_memory:.2f}"
+            differ = "sampled" if speed.different is None else f"{speed.different} of {len(prompts)}"
+            speeds = f"{plain:.0f}", f"{ours:.0f}", f"{speed.ratio:.2f}"
+            table.add_row(str(speed.rows), *speeds, accepted, f"{speed.drafting:.0%}", *memory, differ)
+        terminal.print_rich(table)
+    if interrupted:
+        raise terminal.stopped(f" after {len(found)} of {len(rows)} numbers of rows.")
+    if any(speed.different for speed in found):
+        print("error: plain mlx_lm and DFlash wrote different tokens.", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 class _Comparison:

@@ -6,6 +6,7 @@ import re
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache
@@ -17,7 +18,7 @@ import dflash
 from dflash import evaluation as bench
 from dflash.core import backend
 from dflash.core.errors import DFlashError
-from dflash.evaluation import doctor, speedup
+from dflash.evaluation import batch_speed, doctor, speedup
 from dflash.policies import threads
 
 # --- bench --------------------------------------------------------------------------------------------
@@ -52,6 +53,38 @@ def test_bench_json_reports_prompts_totals_and_what_is_needed_to_compare_later(r
     assert environment["versions"]["mlx"] == version("mlx")
     assert datetime.fromisoformat(environment["date"]).tzinfo is not None
     assert environment["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", environment["commit"])
+
+
+def test_batches_are_compared_with_mlx_lms_by_the_number_of_rows(report):
+    found = report("--batch", "1,2", "--max-tokens", "12", "--runs", "2")
+    assert [speed["rows"] for speed in found["batches"]] == [1, 2]
+    for speed in found["batches"]:
+        assert speed["different"] == 0
+        assert len(speed["plain_tps"]) == len(speed["dflash_tps"]) == 2
+        assert min(speed["ratio"], speed["plain_memory"], speed["dflash_memory"]) > 0
+        assert 0 <= speed["drafting"] <= 1
+
+
+def test_batches_in_a_table_that_fails_where_tokens_differ(pair, prompts, monkeypatch):
+    asked = ("bench", *pair, "--prompts", prompts, "--batch", "2", "--max-tokens", "4")
+    shown = invoke(*asked)
+    assert shown.exit_code == 0, shown.output
+    assert "0 of 2" in shown.stdout
+    monkeypatch.setattr(batch_speed, "batch_generate", lambda *_, **__: SimpleNamespace(token_ids=[[1], [1]]))
+    assert_one_error(invoke(*asked), "wrote different tokens")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--batch", "1,two"), "whole numbers and commas.*'1,two'"),
+        (("--batch", "0"), "batch must be .* at least 1"),
+        (("--batch", "2", "--drafter", "ngram"), "one drafter"),
+        (("--batch", "2", "--tree", "4"), "tree is for one prompt at a time"),
+    ],
+)
+def test_batches_that_cannot_be_measured_are_one_line(pair, prompts, options, message):
+    assert_one_error(invoke("bench", *pair, "--prompts", prompts, *options), message)
 
 
 def test_the_most_time_is_told_before_the_first_answer(report, monkeypatch, caplog):
@@ -126,7 +159,7 @@ def test_bench_prints_a_table_and_says_sampled_at_a_temperature(pair, prompts):
     asked = ("bench", *pair, "--prompts", prompts, "--max-tokens", "8")
     greedy = invoke(*asked).stdout
     assert "identical on all 2 prompts" in greedy
-    assert "ceiling      not measured: it takes 50 blocks, at least half of them verified whole" in greedy
+    assert "ceiling      not measured: too few blocks were verified whole" in greedy
     sampled = invoke(*asked, "--temp", "0.8").stdout
     assert "sampled" in sampled
     assert "identical" not in sampled

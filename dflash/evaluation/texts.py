@@ -106,12 +106,13 @@ class Texts:
                 missing.append(number)
             else:
                 yield number, self._text(prompt, answer, max_tokens)
+        if not missing:
+            return
         asked = [prompts[number] for number in missing]
         for i, answer in write(self.target, asked, max_tokens, self.stops):
             self._keep(asked[i], answer)
             yield missing[i], self._text(asked[i], answer, max_tokens)
-        if missing:
-            _bound(self._root, self.most_bytes)
+        _bound(self._root, self.most_bytes)
 
     def all(self, prompts: Sequence[list[int]], max_tokens: int, show: bool = True) -> list[Text]:
         """The texts in the order of the prompts, with a progress bar if any has to be written."""

@@ -20,7 +20,7 @@ def target(seed: int = 1) -> LoadedTargetModel:
 
 
 def answers(of: Texts, count: int = 12, prompts=PROMPTS) -> list[list[int]]:
-    return [text.answer for _, text in sorted(of.answers(prompts, count), key=lambda pair: pair[0])]
+    return [text.answer for text in of.all(prompts, count)]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_texts_are_written_once_and_a_longer_one_serves_for_shorter(tmp_path, wr
     assert written == [*PROMPTS, PROMPTS[0]]
     stop = expected[0][4]
     cut = [answer[: answer.index(stop) + 1] if stop in answer else answer for answer in expected]
-    found = [text for _, text in sorted(Texts(loaded, [stop], tmp_path).answers(PROMPTS, 12), key=lambda pair: pair[0])]
+    found = Texts(loaded, [stop], tmp_path).all(PROMPTS, 12)
     assert [text.answer for text in found] == cut
     assert [text.ended for text in found] == [stop in answer for answer in cut]
     assert answers(Texts(loaded, [stop], tmp_path), 99, PROMPTS[:1]) == cut[:1], "it ended before"
@@ -56,11 +56,11 @@ def test_texts_are_written_once_and_a_longer_one_serves_for_shorter(tmp_path, wr
 
 @pytest.mark.parametrize(
     "other",
-    [lambda: target(3), lambda: LoadedTargetModel(llama_model(1)), lambda: half(target())],
+    [lambda: rounded(3), lambda: LoadedTargetModel(llama_model(1)), lambda: rounded(1, mx.float32)],
     ids=["weights", "architecture", "precision"],
 )
 def test_another_targets_texts_are_not_used(tmp_path, written, other):
-    ours = Texts(target(), [], tmp_path)
+    ours = Texts(rounded(1), [], tmp_path)
     answers(ours)
     theirs = Texts(other(), [], tmp_path)
     answers(theirs)
@@ -71,8 +71,11 @@ def test_another_targets_texts_are_not_used(tmp_path, written, other):
     assert len(written) == 3 * len(PROMPTS)
 
 
-def half(loaded: LoadedTargetModel) -> LoadedTargetModel:
+def rounded(seed: int, stored: mx.Dtype = mx.bfloat16) -> LoadedTargetModel:
+    """A target of weights that half precision holds."""
+    loaded = target(seed)
     loaded.model.set_dtype(mx.bfloat16)
+    loaded.model.set_dtype(stored)
     return loaded
 
 

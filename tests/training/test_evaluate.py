@@ -9,6 +9,7 @@ from support.runs import read_log, recipe
 
 import dflash
 from dflash.core.errors import TrainingError
+from dflash.evaluation.acceptance import measure
 from dflash.training import evaluate
 from dflash.training.data.dataset import open_dataset
 from dflash.training.data.sequences import Sequences
@@ -21,6 +22,18 @@ def test_answers_without_a_block_have_no_acceptance_and_do_not_stop_a_run(folder
     train(recipe(folder, "short", "run.steps=2", "run.evaluate_every=1", "run.evaluate_tokens=1"))
     assert [line["acceptance_length"] for line in read_log(folder / "short") if "blocks" in line] == [None, None]
     assert dflash.load_drafter(folder / "short" / "drafter").block_size == 4
+
+
+def test_an_evaluation_finds_what_decoding_finds_and_writes_no_text_twice(folder, monkeypatch):
+    train(recipe(folder, "texts", "run.steps=1", "run.evaluate_tokens=24"))
+    (line,) = [line for line in read_log(folder / "texts") if "blocks" in line]
+    target, drafter = dflash.load_target(folder / "target"), dflash.load_drafter(folder / "texts" / "drafter")
+    heldout = open_dataset(folder / "data", "heldout", target)
+    decoded = measure(target, drafter, evaluate.heldout_prompts(heldout, 2), 24)
+    assert decoded.committed == 2 * 23, "whole answers"
+    assert {name: line[name] for name in decoded.results()} == decoded.results()
+    monkeypatch.setattr("dflash.evaluation.texts.write", lambda *_: pytest.fail("the texts are kept"))
+    train(recipe(folder, "texts again", "run.steps=1", "run.evaluate_tokens=24"))
 
 
 def test_heldout_loss_and_accuracy_need_no_decoding_and_leave_the_weights(folder):

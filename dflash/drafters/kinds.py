@@ -1,7 +1,6 @@
 """The registry of drafter kinds, and how a ``config.json`` names its kind."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.errors import CheckpointError
@@ -39,7 +38,9 @@ def register_drafter(kind: str) -> Callable[[T], T]:
 
 
 def drafter_class(kind: str) -> type[Any]:
-    """The class registered as ``kind``. Raises ``DFlashError`` for an unknown kind."""
+    """The class registered as ``kind``. Raises ``DFlashError`` for an unknown kind, and for one that needs no files."""
+    if needs_no_files(kind):
+        raise CheckpointError(f"The drafter {kind!r} needs no files and no training; give its name: --drafter {kind}.")
     return drafters.get(kind)
 
 
@@ -47,17 +48,6 @@ def needs_no_files(name: str) -> bool:
     """Whether ``name``, with or without options, is that of a drafter that is made without a config and weights."""
     known = drafters.find(name.partition(":")[0])
     return known is not None and not hasattr(known, "config_class")
-
-
-def kind_of_files(path: Path, config: Mapping[str, Any]) -> str:
-    """The kind that the ``config.json`` in the folder ``path`` names.
-
-    Raises ``CheckpointError`` for an unknown kind, and for one that needs no files.
-    """
-    kind = kind_in(config)
-    if needs_no_files(kind):
-        raise CheckpointError(f"{path}: the drafter {kind!r} needs no files; give its name: --drafter {kind}.")
-    return kind
 
 
 def kind_of(model: object) -> str:

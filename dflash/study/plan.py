@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..adapters.registry import ADAPTERS, detect_model_architecture
 from ..core.errors import DataError, DFlashError, GenerationError, did_you_mean, one_line
 from ..core.files import read_json
 from ..core.settings import SettingsError
@@ -37,7 +38,7 @@ from .cache import (
     prompt_key,
     training_key,
 )
-from .plugins import Sources, sources_of_drafter, sources_of_options, sources_of_recipe, sources_of_target
+from .plugins import Sources, sources, sources_of_drafter, sources_of_options, sources_of_recipe
 from .settings import BUNDLED, Cell, PromptSet, Study, make_cells, short_name
 
 
@@ -85,7 +86,8 @@ class Plan:
         self.study, self.target, self.folder = study, target, study.folder
         self._known_reads: dict[str, tuple[tuple[int, ...], bool]] = {}
         self.prompts = [p for name, chosen in study.prompt_sets.items() for p in encoded(name, chosen, target)]
-        fingerprint, adapter = target_fingerprint(target), sources_of_target(target)
+        fingerprint = target_fingerprint(target)
+        adapter = sources((ADAPTERS, detect_model_architecture(target.model)))
         cells = [_planned(cell, fingerprint, adapter) for cell in make_cells(study)]
         _check_decoding([cell.cell for cell in cells], target)
         _check_different(cells, fingerprint)

@@ -5,19 +5,17 @@ the cells that use the part. Cells without parts of plug-ins have keys without s
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..adapters.registry import ADAPTERS, detect_model_architecture
 from ..core.files import read_json, remove_unfinished, resolve_checkpoint, write_json
 from ..core.registry import Registry
 from ..decoding.sampling import LOGITS_PROCESSORS, SAMPLERS
 from ..decoding.verify import VERIFY_RULES
 from ..drafters.combined import PREFIX as COMBINED
-from ..drafters.kinds import drafters, kind_of_files, needs_no_files
+from ..drafters.kinds import drafter_class, drafters, kind_in, needs_no_files
 from ..policies.base import POLICIES
-from ..target import LoadedTargetModel
 from ..training.drafters.objectives import OBJECTIVES
 from ..training.recipe import Recipe
 from .settings import BUNDLED, TRAINED
@@ -31,51 +29,38 @@ Sources = dict[str, str]
 """The source of each part of a plug-in by its kind and name, such as ``verification rule typical``."""
 
 
-def sources(used: Iterable[tuple[Registry[Any], str]]) -> Sources:
-    """The sources of those parts ``used``, named with options or without, that are none of this package."""
-    found = {}
-    for registry, text in used:
-        name = text.partition(":")[0]
-        source = registry.source(name)
-        if source is not None:
-            found[f"{registry.what} {name}"] = source
-    return found
+def sources(*used: tuple[Registry[Any], Any]) -> Sources:
+    """The sources of the parts of plug-ins among those ``used``, named with options or without."""
+    named = [(registry, text.partition(":")[0]) for registry, text in used if isinstance(text, str)]
+    found = {f"{registry.what} {name}": registry.source(name) for registry, name in named}
+    return {part: source for part, source in found.items() if source is not None}
 
 
 def sources_of_options(options: Mapping[str, Any]) -> Sources:
     """Of options of decoding."""
     single: dict[str, Registry[Any]] = {"verify": VERIFY_RULES, "policy": POLICIES, "sampler": SAMPLERS}
-    used = [(registry, options.get(name)) for name, registry in single.items()]
-    used += [(LOGITS_PROCESSORS, name) for name in options.get("logits_processors", ())]
-    return sources((registry, text) for registry, text in used if isinstance(text, str))
+    processors = [(LOGITS_PROCESSORS, name) for name in options.get("logits_processors", ())]
+    return sources(*((registry, options.get(name)) for name, registry in single.items()), *processors)
 
 
 def sources_of_drafter(name: str) -> Sources:
     """Of a drafter by its name or folder; what a recipe trains is told by :func:`sources_of_recipe`."""
     name = name.removeprefix(COMBINED)
-    if name in (BUNDLED, TRAINED):
-        return {}
-    if not needs_no_files(name):
-        folder = resolve_checkpoint(name)
-        name = kind_of_files(folder, read_json(folder / "config.json"))
-    return sources([(drafters, name)])
+    if name not in (BUNDLED, TRAINED) and not needs_no_files(name):
+        name = kind_in(read_json(resolve_checkpoint(name) / "config.json"))
+        drafter_class(name)  # one that needs no files is refused
+    return sources((drafters, name))
 
 
 def sources_of_recipe(recipe: Recipe) -> Sources:
     """Of a recipe's objective and drafter."""
-    start = {} if recipe.drafter.from_ is None else sources_of_drafter(recipe.drafter.from_)
-    return start | sources([(OBJECTIVES, recipe.objective.kind), (drafters, recipe.drafter.kind)])
-
-
-def sources_of_target(target: LoadedTargetModel) -> Sources:
-    """Of the adapter of a target."""
-    return sources([(ADAPTERS, detect_model_architecture(target.model))])
+    start = sources_of_drafter(recipe.drafter.from_ or BUNDLED)
+    return start | sources((OBJECTIVES, recipe.objective.kind), (drafters, recipe.drafter.kind))
 
 
 def tell_changes(folder: Path, used: Sources) -> None:
     """Warn of each part that has changed since the study in ``folder`` used it last, or whose source is not known."""
-    path = folder / FILE
-    before = read_json(path) if path.exists() else {}
+    before = _last(folder)
     for part, source in used.items():
         if not source:
             logger.warning("The %s has no source file: if you change it, remove its answers from %s.", part, folder)
@@ -85,8 +70,10 @@ def tell_changes(folder: Path, used: Sources) -> None:
 
 def keep(folder: Path, used: Sources) -> None:
     """Write which sources the study uses now."""
-    path = folder / FILE
-    known = read_json(path) if path.exists() else {}
-    if used and known | used != known:
-        remove_unfinished(path)
-        write_json(path, known | used)
+    if used:
+        remove_unfinished(folder / FILE)
+        write_json(folder / FILE, _last(folder) | used)
+
+
+def _last(folder: Path) -> Sources:
+    return read_json(folder / FILE) if (folder / FILE).exists() else {}

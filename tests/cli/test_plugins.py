@@ -63,7 +63,7 @@ def test_a_named_drafter_alone_drafts_for_the_bundled_target_whose_text_it_write
         ("ngram+ngram:size=3", "The drafter 'ngram' has no option 'size'; did you mean 'sizes'"),
         ("half", "Half is no Drafter: it lacks bind, make_cache, extend_context, propose"),
         ("bigrm", "No checkpoint folder at 'bigrm'"),
-        ("folder", "folder: the drafter 'bigram' needs no files; give its name: --drafter bigram"),
+        ("folder", "The drafter 'bigram' needs no files and no training; give its name: --drafter bigram"),
     ],
 )
 def test_a_mistake_in_a_named_drafter_is_one_line(drafter, message, commands, tmp_path, monkeypatch):

@@ -173,7 +173,10 @@ def test_equal_options_are_one_cell_however_they_are_written(make):
         ({"vary": {"decode.drafter": ["ngram+bigram:size=3"]}}, "The drafter 'bigram' has no option 'size'"),
         ({"vary": {"decode.drafter": ["half"]}}, "Half is no Drafter: it lacks bind"),
         ({"vary": {"decode.drafter": ["bigrm"]}}, "No checkpoint folder at 'bigrm'"),
-        ({"vary": {"decode.drafter": ["FOLDER"]}}, "the drafter 'bigram' needs no files; give its name"),
+        (
+            {"vary": {"decode.drafter": ["FOLDER"]}},
+            "The drafter 'bigram' needs no files and no training; give its name",
+        ),
         ({"vary": {"decode.verify": ["typical:epsilom=3"]}}, "has no option 'epsilom'; did you mean 'epsilon'"),
         ({"vary": {"decode.verify": [{"nam": "typical"}]}}, r"vary: decode.verify: expected a name, or \{name: NAME"),
         ({"vary": {"decode.verify": {"name": "typical", "options": {"epsilon": []}}}}, "has no values"),

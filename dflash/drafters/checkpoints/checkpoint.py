@@ -13,7 +13,7 @@ from ...target import load_target
 from ..autoregressive import AutoregressiveDrafter
 from ..combined import PREFIX as COMBINED
 from ..combined import CombinedDrafter
-from ..kinds import config_of, drafter_class, drafters, is_language_model, kind_of_files, needs_no_files
+from ..kinds import config_of, drafter_class, drafters, is_language_model, kind_in, needs_no_files
 from .quantized import description, quantize_drafter
 from .tensors import HEAD, Weights, load_weights, published_weights, reduced_vocabulary, vocabulary_tables
 
@@ -65,7 +65,7 @@ def _load(path_or_hub_name: str | Path) -> Any:
     values = read_json(path / "config.json")
     if is_language_model(values):
         return AutoregressiveDrafter(load_target(path))
-    cls = drafter_class(kind_of_files(path, values))
+    cls = drafter_class(kind_in(values))
     _refuse_mask_embedding(path)
     own_tables = getattr(cls, "own_tables", ())
     weights = published_weights(read_safetensors(path), path, own_tables)

@@ -207,9 +207,9 @@ def _print_demo(result: "PromptResult", verdicts: tuple[bool, bool] | None) -> N
     tau, ratio = b.acceptance_length(result.dflash), b.spread(result.ratios)
     print("\n\n---")
     for name, rate in rates.items():
-        print(f"{name:<13} {rate['median']:7.1f} tokens/s" if rate else f"{name:<13} too short to time")
+        print(f"{name:<13} {rate['median']:7.1f} tokens/s, the median" if rate else f"{name:<13} too short to time")
     if ratio and tau:
-        print(f"{'ratio':<13} {ratio['median']:7.2f}   (median of {len(result.ratios)} alternating runs)")
+        print(f"{'ratio':<13} {ratio['median']:7.2f}   (median of the ratios of {len(result.ratios)} pairs of runs)")
         print(f"{'acceptance':<13} {tau:7.2f}   tokens per block, {len(result.dflash[0].tokens)} tokens")
     difference = result.difference
     print("tokens        " + ("identical" if difference is None else f"DIFFERENT at position {difference.position}"))

@@ -53,10 +53,16 @@ def install_extra(name: str) -> str:
     return f"install the extra {name!r} (from the clone: pip install '.[{name}]')"
 
 
+MANY = 20
+"""More known names than these are not listed."""
+
+
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """How to correct an unknown name: the nearest of the known ones, or all of them."""
+    """How to correct an unknown name: the nearest of the known ones, or all of a few."""
     names = [str(k) for k in known]
     near = difflib.get_close_matches(str(name), names, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
+    if len(names) > MANY:
+        return f"the nearest are {', '.join(difflib.get_close_matches(str(name), names, n=5, cutoff=0))}."
     return f"known are {', '.join(names)}." if names else "none is known."

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
+from ..core.errors import DFlashError
 from .autoregressive import agreeing
 from .ngram import NAME as COPY
-from .ngram import RESUMING, NgramCache
+from .ngram import RESUMING, NgramCache, NgramDrafter
 from .protocol import Drafter, Proposal
 
 if TYPE_CHECKING:
@@ -84,9 +85,13 @@ class CombinedDrafter:
     Args:
         model: The drafter for text that does not repeat. If it can sample its drafts
             (:class:`~dflash.drafters.protocol.DrawingDrafter`), so can this one.
+
+    Raises ``DFlashError`` for a drafter that copies itself.
     """
 
     def __init__(self, model: Drafter):
+        if isinstance(model, NgramDrafter | CombinedDrafter):
+            raise DFlashError("ngram+ takes a drafter for text that does not repeat; ngram alone copies already.")
         self.model = model
         self.of_model = Chance(0.75)
         # By the bit length of the match's length: 0, 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31, 32 tokens.

@@ -232,8 +232,8 @@ def render_acceptance(results: dict[str, Any]) -> RenderableType:
         positions.add_row(f"{position:8}", f"{rate:.3f}")
     return Group(
         f"acceptance length {_length(results, 3)} tokens per target pass",
-        f"{results['prompts']} prompts, {results['blocks']} blocks, {results['generated_tokens']} tokens in them "
-        "(the first of each answer is in none)",
+        f"prompts {results['prompts']}, blocks {results['blocks']}, tokens of blocks {results['generated_tokens']} "
+        "(an answer's first token is the prompt's own)",
         positions,
     )
 

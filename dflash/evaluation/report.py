@@ -155,8 +155,8 @@ class Report:
         if limit is None:
             return [
                 *lines,
-                f"ceiling      not measured: it takes {LEAST_BLOCKS} blocks, at least half of them verified whole "
-                f"(--policy full sees to that), answers of {LEAST_TOKENS} tokens, and no Ctrl-C",
+                f"ceiling      not measured: too few blocks were verified whole, or answers are too short; give more "
+                f"prompts ({LEAST_BLOCKS} blocks), longer answers ({LEAST_TOKENS} tokens) or --policy full",
             ]
         reached = limit["fraction_reached"]
         return [

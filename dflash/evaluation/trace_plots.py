@@ -138,6 +138,7 @@ def _panel(x_title: str, y_title: str, percent: bool = False, height: float = 3.
     panel.set(xlabel=x_title, ylabel=y_title)
     yield figure, panel
     if percent:
+        panel.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))  # whole numbers of percent
         panel.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
     if not figure.legends and len(panel.get_legend_handles_labels()[1]) > 1:
         panel.legend()

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.errors import DataError, DFlashError, install_extra
 from ..decoding.trace import Record, shown_pieces
-from .traces import Request, Traces, summary
+from .traces import CUT, Request, Traces, summary
 
 TEXTS = 8
 """Prompts whose answers are shown; plots and figures are of all."""
@@ -153,6 +153,7 @@ def _side(request: Request, index: int, traces: Traces) -> str:
     drafted = of_blocks[(of_blocks.block > 0) & ~of_blocks.asleep].committed
     facts = f"{of_request.tokens.iloc[0]} tokens, {len(drafted)} blocks of {_number(drafted.mean(), 2)} tokens, "
     facts += f"{_number(of_request.tokens_per_second.iloc[0], 1)} tokens/s"
+    facts += "" if request.finished else f"; of the answer {CUT}"
     texts: dict[str, str] = {}
     for block in blocks:
         texts |= block["texts"]

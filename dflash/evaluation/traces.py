@@ -4,6 +4,7 @@ Tables have a row for each request, block or draft, and the columns ``trace`` an
 group by: ``acceptance_length(blocks[blocks.source == "ngram"])``.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+logger = logging.getLogger(__name__)
+
+CUT = "only the beginning was recorded."
+
+
 @dataclass(frozen=True)
 class Request:
     """One request of a trace: its record, and those of its blocks, the prompt's own pass first."""
@@ -28,6 +34,11 @@ class Request:
     number: int
     about: Record
     blocks: list[Record]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer was recorded to its end."""
+        return self.blocks[-1]["finish_reason"] is not None
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -102,6 +113,9 @@ def _requests(name: str, source: str | Path | Sequence[Record]) -> Iterable[Requ
     found = [request for request in found if request.blocks]
     if not found:
         raise DataError(f"The trace {name} holds no answer; let it record one of at least one token.")
+    for request in found:
+        if not request.finished:
+            logger.warning("The trace %s ends within answer %d, of which %s", name, request.number + 1, CUT)
     return found
 
 

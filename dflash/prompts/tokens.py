@@ -182,7 +182,7 @@ def _text_content(message: Message, number: int) -> dict[str, str]:
     if isinstance(content, list | tuple) and content:
         texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            return {"content": "".join(texts)}
+            return {"content": "".join(map(str, texts))}
     elif isinstance(content, str) or (content is None and set(message) - {"role", "content"}):
         return {}
     raise GenerationError(f"The content of message {number} must be text, got {short(content)}.")

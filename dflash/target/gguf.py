@@ -73,7 +73,8 @@ class GGUF:
 def read_gguf(path: Path) -> GGUF:
     """Metadata and places of tensors of a GGUF file. Raises ``CheckpointError`` if it is not one, or damaged."""
     if not path.is_file():
-        raise CheckpointError(f"There is no file {str(path)!r}; expected a GGUF file of llama.cpp.")
+        what = f"{path} is a folder" if path.is_dir() else f"There is no file {str(path)!r}"
+        raise CheckpointError(f"{what}; expected a GGUF file of llama.cpp.")
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -82,9 +83,7 @@ def read_gguf(path: Path) -> GGUF:
         reader = GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, TypeError, MemoryError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path} is no GGUF file, damaged or truncated ({one_line(error)}); download it again."
-        ) from error
+        raise CheckpointError(f"{path} is no GGUF file, damaged or truncated; download it again.") from error
     return GGUF(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 

@@ -36,7 +36,7 @@ def test_the_score_adds_up_over_prompts_and_traces(asked, pair, tmp_path):
     assert len(score["acceptance_by_position"]) == 7
     assert score["settings"]["prompts"]["sha256"]
     assert score["environment"]["versions"]["mlx"]
-    assert f"{score['blocks']} blocks, 22 tokens in them" in invoke(*asked).stdout
+    assert f"{score['blocks']}, tokens of blocks 22" in invoke(*asked).stdout
     records = list(read_records(trace))
     assert [r["drafter"] for r in records if r["record"] == "request"] == [pair[3]] * 2
     blocks = [r for r in records if r["record"] == "block" and r["number"] > 0]
@@ -131,7 +131,7 @@ def test_ctrl_c_leaves_the_score_of_what_was_answered(asked, monkeypatch):
     monkeypatch.setattr(acceptance, "measure_each", interrupted)
     result = invoke(*asked, "--decode")
     assert result.exit_code == 130
-    assert "1 prompts, " in result.stdout
+    assert "prompts 1, " in result.stdout
     assert result.stderr == "Stopped after 1 of 2 prompts.\n"
 
 

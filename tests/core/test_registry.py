@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 import pytest
 from support.errors import refused
 
-from dflash.core.errors import DFlashError
+from dflash.core.errors import DFlashError, did_you_mean
 from dflash.core.registry import Registry, load_plugin
 from dflash.core.source import source_hash
 from dflash.policies.base import POLICIES
@@ -46,6 +46,13 @@ def test_a_temporary_name_hides_another_and_loses_nothing_that_came_meanwhile(ru
 def test_an_unknown_name_brings_the_nearest_one(rules):
     with pytest.raises(DFlashError, match=r"Unknown rule 'thers'; did you mean 'theirs'\? Import .* --plugin FILE"):
         rules.get("thers")
+
+
+def test_of_many_known_names_only_the_nearest_are_listed():
+    known = [f"{first}{second}" for first in "abcdef" for second in "uvwxyz"]
+    assert did_you_mean("am", known) == "the nearest are az, ay, ax, aw, av."
+    assert did_you_mean("aw!", known) == "did you mean 'aw'?"
+    assert did_you_mean("?", known[:3]) == "known are au, av, aw."
 
 
 def test_an_unknown_name_says_what_else_may_be_given():

@@ -183,3 +183,6 @@ def test_it_is_loaded_by_name_in_python_and_on_the_command_line(tmp_path):
     result = invoke("generate", "hello", "--target", folder, "--drafter", name, "--max-tokens", 12)
     assert result.exit_code == 0, result.output
     assert DFlashSpeculativeDecoder.from_pretrained(folder, name).generate("hello", max_tokens=12) in result.stdout
+    for twice in ("ngram+ngram", f"ngram+{name}"):
+        with pytest.raises(dflash.DFlashError, match="ngram alone copies already"):
+            dflash.load_drafter(twice)

@@ -60,6 +60,14 @@ def test_plots_say_what_they_show_and_share_no_ids_and_equal_traces_have_equal_b
     assert text == report(read_traces(*traces))
 
 
+def test_an_answer_that_a_trace_was_cut_in_is_named_on_stderr_and_on_the_page(traces, tmp_path, caplog):
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(traces[1].read_bytes()[:-400])
+    text = report(read_traces(traces[0], cut))
+    assert caplog.messages == ["The trace cut ends within answer 1, of which only the beginning was recorded."]
+    assert text.count("; of the answer only the beginning was recorded.") == 1
+
+
 def test_without_matplotlib_the_extra_is_named(monkeypatch, traces):
     monkeypatch.delitem(sys.modules, "dflash.evaluation.trace_plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -74,7 +74,8 @@ KEYS = {
     "torch_dtype dtype attention_bias bos_token_id",
     "drafter": "architectures dflash_config mask_token_id target_layer_ids rope_scaling tie_word_embeddings "
     "hidden_size num_hidden_layers num_attention_heads intermediate_size num_key_value_heads vocab_size head_dim "
-    "num_target_layers block_size max_position_embeddings rope_theta rms_norm_eps layer_types model_type dtype sliding_window is_causal "
+    "num_target_layers block_size max_position_embeddings rope_theta rms_norm_eps layer_types model_type dtype "
+    "sliding_window is_causal "
     "rope_parameters draft_vocab_size use_sliding_window max_window_layers sample_from_anchor elastic_blocks "
     "output_multiplier input_embedding_scale final_logit_softcapping quantization drafter_kind markov_rank draft_shift "
     "speculators_config aux_hidden_state_layer_ids target_hidden_size text_config is_neox_style projector_type",

@@ -164,7 +164,7 @@ def test_a_file_that_is_no_gguf_or_ends_early_is_refused(tmp_path):
             import_gguf(tmp_path / "cut.gguf", tmp_path / "target")
         refused(error, "cut.gguf")
     (tmp_path / "cut.gguf").write_bytes(b"safe" + whole[4:])
-    with pytest.raises(CheckpointError, match=r"no GGUF file.*magic invalid"):
+    with pytest.raises(CheckpointError, match=r"no GGUF file, damaged or truncated; download"):
         import_gguf(tmp_path / "cut.gguf", tmp_path / "target")
 
 
@@ -231,3 +231,5 @@ def test_the_command_makes_a_target_once(tmp_path):
     assert {w.dtype for w in weights.values()} == {mx.float16}
     assert_one_error(invoke("import", path, tmp_path / "target"), "holds a model already; choose a new folder")
     assert_one_error(invoke("import", tmp_path / "none.gguf", tmp_path / "target"), "There is no file .*none.gguf")
+    assert_one_error(invoke("import", tmp_path, tmp_path / "other"), "is a folder; expected a GGUF file")
+    assert sorted(file.name for file in tmp_path.iterdir() if file.name != path.name) == ["target"]

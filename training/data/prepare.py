@@ -182,7 +182,9 @@ def _written(
             yield
         write_shard(folder, number, [examples[i] for i in sorted(examples)])
         count = sum(int(example.loss_mask.sum()) for example in examples.values())
-        logger.info("shard %d: %d response tokens, %.0f a second", number, count, count / (time.monotonic() - begin))
+        given = all(row.loss_mask is not None for row in rows)
+        speed = "given" if given else f"{count / (time.monotonic() - begin):.0f} a second"
+        logger.info("shard %d: %d response tokens, %s", number, count, speed)
 
 
 def _as_text(conversation: Conversation, row: Row, tokens: Ints, target: LoadedTargetModel) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from support.errors import refused
 from support.models import TEXT_VOCAB, qwen3_model, random_drafter, wrapped_tokenizer
 from support.rows import Script
 
-from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, read_conversations
+from dflash.bench import HELDOUT
 from dflash.drafters.ngram import NgramDrafter
 
 PROMPTS = ["a", "Two words", "abcabcabcabcabcabcabcabcabcabc", "What?", "b b b b"]
@@ -148,3 +149,18 @@ def test_where_no_length_pays_for_so_many_rows_the_steps_are_mlx_lms_own(monkeyp
     assert prompts == drafter.texts
     steps = [length for rows, length in passes[20:] if rows == len(PROMPTS)]
     assert (sum(length > 1 for length in steps) > len(steps) / 2) == pays
+
+
+# --- the bundled pair ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "widths"), [(4, (3,)), pytest.param(None, (1, 2, 4, 8, 16), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_the_bundled_pairs_texts_are_the_same_at_every_width(count, widths):
+    decoder = DFlashSpeculativeDecoder.from_pretrained(max_tokens=32 if count else 96)
+    prompts = [conversation.messages for conversation in read_conversations(HELDOUT)][:count]
+    expected = [decoder.generate(prompt) for prompt in prompts]
+    for width in widths:
+        for policy in ("full", "adaptive"):
+            assert decoder.batch_generate(prompts, batch_size=width, policy=policy) == expected, (width, policy)

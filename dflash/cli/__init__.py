@@ -32,6 +32,7 @@ from . import (
     study,
     training,
 )
+from .options import answer
 
 LONGEST_ERROR = 2000  # characters
 
@@ -61,6 +62,9 @@ class _OneLineErrors(TyperGroup):
             print("error:", one_line(error, LONGEST_ERROR), file=sys.stderr)
             raise typer.Exit(1) from None
         except Exception as error:
+            if (told := answer(error)) is not None:
+                print("error:", told, file=sys.stderr)
+                raise typer.Exit(2) from None
             where = plugin_error(error)
             if where is None or ctx.params.get("debug"):
                 raise

@@ -82,24 +82,6 @@ def total(parts: Iterable[Acceptance], block_size: int) -> Acceptance:
 # --- decoding ----------------------------------------------------------------------------------------------
 
 
-def measure(
-    target: LoadedTargetModel,
-    drafter: Drafter,
-    prompts: Iterable[list[int]],
-    max_tokens: int,
-    temperature: float = 0.0,
-    block_size: int | None = None,
-    **options: Any,
-) -> Acceptance:
-    """Decode an answer of up to ``max_tokens`` tokens to each prompt and count what was accepted.
-
-    Blocks have ``block_size`` positions, by default as many as the drafter has. ``options`` go to
-    :meth:`~dflash.DFlashSpeculativeDecoder.stream_generate`.
-    """
-    each = measure_each(target, drafter, prompts, max_tokens, temperature, block_size, **options)
-    return total(each, block_size or drafter.block_size)
-
-
 def measure_each(
     target: LoadedTargetModel,
     drafter: Drafter,
@@ -109,7 +91,10 @@ def measure_each(
     block_size: int | None = None,
     **options: Any,
 ) -> Iterator[Acceptance]:
-    """As :func:`measure`, but the counts of one prompt at a time.
+    """Decode an answer of up to ``max_tokens`` tokens to each prompt and count what was accepted, prompt by prompt.
+
+    Blocks have ``block_size`` positions, by default as many as the drafter has. ``options`` go to
+    :meth:`~dflash.DFlashSpeculativeDecoder.stream_generate`.
 
     Every draft is verified unless ``options`` has another policy: acceptance is a property of the drafter, not of the
     machine.

@@ -67,7 +67,7 @@ def counts(blocks: Iterable[Drafted], block_size: int) -> Acceptance:
 def measure_on(
     target: LoadedTargetModel, drafters: Sequence[Drafter], texts: Iterable[Text]
 ) -> Iterator[list[Acceptance]]:
-    """For each text the counts of each drafter: those that ``acceptance.measure`` finds by decoding."""
+    """For each text the counts of each drafter: those that ``acceptance.measure_each`` finds by decoding."""
     decoders = [DFlashSpeculativeDecoder(target, drafter, max_seq_length=maxsize) for drafter in drafters]
     for found in replay(decoders, texts):
         yield [counts(blocks, decoder.block_size) for blocks, decoder in zip(found, decoders, strict=True)]

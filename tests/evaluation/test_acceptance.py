@@ -5,11 +5,12 @@ import io
 import numpy as np
 import pytest
 from rich.console import Console
+from support.acceptance import measure
 from support.models import TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, random_drafter, wrapped_tokenizer
 
 import dflash
 from dflash.evaluation import BenchPrompt
-from dflash.evaluation.acceptance import Acceptance, acceptance_results, measure, measure_turns, render_acceptance
+from dflash.evaluation.acceptance import Acceptance, acceptance_results, measure_turns, render_acceptance
 from dflash.prompts.conversations import Conversation
 from dflash.prompts.tokens import prompt_tokens
 

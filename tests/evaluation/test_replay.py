@@ -1,5 +1,6 @@
 """Drafters are scored on finished texts exactly as by decoding them, and where decoding does not go."""
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from dflash.drafters import mtp
 from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.combined import CombinedDrafter
 from dflash.drafters.ngram import NgramDrafter
+from dflash.evaluation import HELDOUT
 from dflash.evaluation.acceptance import measure_each
 from dflash.evaluation.replay import counts, replay
 from dflash.evaluation.texts import Texts
@@ -69,6 +71,18 @@ def test_the_walk_counts_what_decoding_counts(kind, end, tmp_path, monkeypatch):
         right, verified = (sum(getattr(part, name).sum() for part in found) for name in ("accepted", "verified"))
         assert 0 < right < verified, "always right or always wrong shows nothing"
         assert any(text.ended for text in texts) == bool(stops)
+
+
+@pytest.mark.parametrize("drafter", ["bundled", "ngram+bundled"])
+def test_the_bundled_pair_scores_on_texts_as_by_decoding(drafter, tmp_path):
+    decoder = DFlashSpeculativeDecoder.from_pretrained(drafter=drafter)
+    target, requests = decoder.loaded_target, HELDOUT.read_text().splitlines()[:3]
+    prompts = [target.build_prompt(json.loads(request)["prompt"]) for request in requests]
+    texts = Texts(target, folder=tmp_path).all(prompts, 64)
+    found = [counts(blocks, decoder.block_size) for (blocks,) in replay([decoder], texts)]
+    fresh = DFlashSpeculativeDecoder.from_pretrained(drafter=drafter).draft_model
+    assert [plain(part) for part in found] == [plain(part) for part in measure_each(target, fresh, prompts, 64)]
+    assert sum(part.committed for part in found) > 2 * sum(part.blocks for part in found)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])

@@ -8,7 +8,7 @@ import pytest
 from support.models import llama_model, plain_greedy, qwen3_model, wrapped_tokenizer
 
 from dflash import LoadedTargetModel
-from dflash.core.errors import DFlashError
+from dflash.core.errors import DFlashError, GenerationError
 from dflash.evaluation import texts
 from dflash.evaluation.texts import Texts, delete_texts, kept_texts
 
@@ -112,6 +112,14 @@ def test_what_mlx_lm_cannot_batch_is_written_one_by_one(tmp_path, monkeypatch, h
         wrong = [expected[0][:5] + [7] * 7, [7] * 12, expected[2], [*expected[3][:11], 7]]
         monkeypatch.setattr(texts, "generate_responses", lambda *_: enumerate(wrong))
     assert answers(Texts(loaded, [], tmp_path)) == expected
+
+
+def test_a_damaged_target_writes_no_texts(tmp_path):
+    loaded = target()
+    loaded.model.model.embed_tokens.weight = mx.full((32, 32), mx.nan)
+    with pytest.raises(GenerationError, match="logits are not a number"):
+        answers(Texts(loaded, [], tmp_path))
+    assert not kept_texts(tmp_path)
 
 
 def test_the_texts_that_were_not_used_for_longest_make_room(tmp_path, written):

@@ -5,11 +5,11 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from support.acceptance import measure
 from support.runs import read_log, recipe
 
 import dflash
 from dflash.core.errors import TrainingError
-from dflash.evaluation.acceptance import measure
 from dflash.training import evaluate
 from dflash.training.data.dataset import open_dataset
 from dflash.training.data.sequences import Sequences

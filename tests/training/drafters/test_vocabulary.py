@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from support.acceptance import measure
 from support.dense_loss import (
     OBJECTIVES,
     VOCAB,
@@ -28,7 +29,6 @@ from dflash.core.errors import CheckpointError, DFlashError, TrainingError
 from dflash.core.files import flat
 from dflash.drafters.dflash2 import DFlash2DraftModel
 from dflash.drafters.dspark import DSparkDraftModel
-from dflash.evaluation.acceptance import measure
 from dflash.training.data.dataset import open_dataset
 from dflash.training.data.sequences import Sequences
 from dflash.training.drafters.init import new_drafter

@@ -69,7 +69,7 @@ def _value(text: str) -> Any:
 
 def _text(value: Any) -> str:
     bare = isinstance(value, str) and "," not in value and _value(value.strip()) == value != ""
-    return value if bare else json.dumps(value)
+    return value if bare else json.dumps(value, default=str)  # YAML knows dates
 
 
 def make(registry: Registry[Any], text: str) -> Any:

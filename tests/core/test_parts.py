@@ -41,6 +41,10 @@ def test_values_are_json_or_yaml(text, options):
     assert Part.of({"name": "typical", "options": options}) == Part.of(text)
 
 
+def test_what_json_lacks_is_written_as_text():
+    assert str(Part.read("a:days=[2024-01-01]")) == 'a:days=["2024-01-01"]'
+
+
 def test_a_number_in_quotes_is_text_and_one_that_yaml_takes_for_text_is_a_number():
     assert Part.read('typical:word="12"').options == {"word": "12"}
     assert Part.of({"name": "typical", "options": {"epsilon": "1e-4"}}).options == {"epsilon": 1e-4}

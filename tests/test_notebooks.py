@@ -23,6 +23,10 @@ def test_notebook_runs_and_is_committed_with_outputs(path: Path) -> None:
     assert any(cell.outputs for cell in code_cells), "commit the notebook with its outputs"
     where = {"metadata": {"path": str(FOLDER)}}  # as Jupyter runs it
     NotebookClient(notebook, timeout=600, startup_timeout=300, kernel_name="python3", resources=where).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    told = "".join(output.text for output in outputs if output.get("name") == "stderr")
+    assert "%|" not in told, "no progress bars: a notebook keeps every state of one"
+    assert "TqdmWarning" not in told
 
 
 def test_each_plug_in_takes_one_cell_of_at_most_30_lines():

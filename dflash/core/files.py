@@ -147,7 +147,7 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
     killed process leaves the file ``.lock``, which must be removed by hand.) Raises ``DFlashError`` if another process
     holds the lock, ``OSError`` if the folder cannot be written to.
     """
-    made = not folder.exists()
+    made = _missing(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
@@ -159,8 +159,7 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
     finally:
         (folder / ".lock").unlink(missing_ok=True)  # while it is held, so that no other process can hold this file
         lock.release()
-        if made:
-            _remove_empty(folder)
+        _remove_empty(made)
 
 
 def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
@@ -169,7 +168,7 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     The temporary name keeps the suffix of ``path`` (MLX picks a format by it). A new folder does not outlast a failure.
     Raises ``OSError`` with the reason, and with the free space if the disk may be full.
     """
-    made = not path.parent.exists()
+    made = _missing(path.parent)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
@@ -188,14 +187,19 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
         raise OSError(f"Cannot write {path}: {reason} ({free / 1e6:.0f} MB free)") from error
     finally:
         Path(name).unlink(missing_ok=True)
-        if made:
-            _remove_empty(path.parent)
+        _remove_empty(made)
 
 
-def _remove_empty(folder: Path) -> None:
-    """Remove ``folder`` unless something is in it."""
+def _missing(folder: Path) -> list[Path]:
+    """``folder`` and those of its parents that are not there yet, the innermost first."""
+    return [one for one in (folder, *folder.parents) if not one.exists()]
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove ``folders``, the innermost first, up to one that something is in."""
     with suppress(OSError):
-        folder.rmdir()
+        for folder in folders:
+            folder.rmdir()
 
 
 def remove_unfinished(path: Path) -> None:

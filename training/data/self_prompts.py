@@ -33,8 +33,7 @@ FRUITLESS_ROUNDS = 20
 """After as many samples as this many rounds have, without a new request, the target counts as unable to write more."""
 
 _GROWTH = 4  # rounds have 4, 16, 64, .. requests, up to the settings' size
-_REQUEST_TOKENS = 64
-"""Tokens written for each request that is kept, those of dropped requests included: an estimate."""
+_REQUEST_TOKENS = 64  # written for each request that is kept, those of dropped ones included: an estimate
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,8 @@ def write_prompts(target: LoadedTargetModel, count: int, path: Path, settings: P
 def writing_seconds(target: LoadedTargetModel, count: int, settings: PromptSettings) -> float:
     """Roughly how long the target takes to write ``count`` requests, by a short measurement."""
     batch = min(settings.batch_size, count)
-    longest = batch * settings.max_tokens  # the last ones to end have others beside them only at first
-    return (count * _REQUEST_TOKENS + longest) / tokens_per_second(target, batch)
+    # The last ones to end have others beside them only at first.
+    return (count * _REQUEST_TOKENS + batch * settings.max_tokens) / tokens_per_second(target, batch)
 
 
 def user_turn(target: LoadedTargetModel, system: str | None = None) -> tuple[list[int], frozenset[int]]:

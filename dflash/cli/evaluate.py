@@ -30,7 +30,11 @@ Drafters = Annotated[
 ]
 BlockSizes = Annotated[
     list[int] | None,
-    typer.Option(help="Positions per block, the anchor included; repeatable. Default: the drafter's own.", metavar="N"),
+    typer.Option(
+        metavar="N",
+        help="Positions per block, the anchor included; repeatable. Default: the drafter's own.",
+        callback=options.two_positions,
+    ),
 ]
 Suites = Annotated[
     list[str] | None,
@@ -42,7 +46,11 @@ Suites = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Where the target's texts are kept. Default: ~/.cache/dflash/texts."),
+    typer.Option(
+        metavar="FOLDER",
+        help="Where the target's texts are kept. Default: ~/.cache/dflash/texts.",
+        callback=options.can_be_made,
+    ),
 ]
 
 

@@ -95,10 +95,11 @@ def require_new(trace: Path) -> None:
         raise DFlashError(f"--trace {trace} exists and is not empty; remove it, or name another file.")
 
 
-def two_positions(ctx: typer.Context, parameter: typer.CallbackParam, value: int | None) -> int | None:
+def two_positions(ctx: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
     """Refuse a block of the anchor alone, which drafts nothing."""
-    if value is not None and value < 2:
-        raise DFlashError(f"{parameter.opts[0]} must be at least 2, the anchor and one draft; got {value}.")
+    for size in value if isinstance(value, list | tuple) else [value]:
+        if size is not None and size < 2:
+            raise DFlashError(f"{parameter.opts[0]} must be at least 2, the anchor and one draft; got {size}.")
     return value
 
 

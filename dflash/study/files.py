@@ -4,7 +4,7 @@ These files are written:
 
     answers.csv     one row for each cell and prompt
     results.csv     one row for each cell and set of prompts, with 95 % intervals over prompts
-    effects.csv     one row for each change of a factor: ratio, interval, verdict
+    effects.csv     one row for each change of a factor: ratio, interval, verdict; also within what it depends on
     commands.sh     the command that makes each cell again
     study.yaml      the study
     *.svg           acceptance and speed by the levels of each factor, where matplotlib is installed

@@ -108,7 +108,8 @@ def read(target: LoadedTargetModel, tokens: list[int], layer_ids: Sequence[int])
     tokens_1S, cache, parts = mx.array([tokens]), target.make_cache(), []
     for start in range(0, len(tokens), PREFILL_STEP_SIZE):
         _, features = target.forward_hidden(tokens_1S[:, start : start + PREFILL_STEP_SIZE], cache, layer_ids)
-        mx.eval(features, [layer.state for layer in cache])
+        ends = start + PREFILL_STEP_SIZE >= len(tokens)  # then nothing needs the layers after the last feature
+        mx.eval(features, [] if ends else [layer.state for layer in cache])
         parts.append(features)
     return mx.concatenate(parts, axis=1)
 

@@ -2,8 +2,8 @@
 
 ``settings`` reads a study and makes its cells, ``plan`` finds what is there of them, ``ablation`` carries out the rest.
 ``cache`` keeps what is finished, under keys that name it by content. ``results`` makes rows of it, ``effects`` says
-what each factor does, ``files`` and ``plots`` write both. ``compare`` sets runs of ``dflash train`` next to each other. Traces live in
-:mod:`dflash.evaluation` and can be read from here too.
+what each factor does, ``files`` and ``plots`` write both. ``compare`` sets runs of ``dflash train`` next to each other.
+Traces live in :mod:`dflash.evaluation` and can be read from here too.
 """
 
 from ..evaluation.trace_report import report as report

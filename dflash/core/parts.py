@@ -122,5 +122,5 @@ def check_options(what: str, part: Callable[..., Any], options: Mapping[str, Any
         if unknown:
             hint = did_you_mean(unknown[0], known) if known else "it takes none."
             raise DFlashError(f"The {what} has no option {unknown[0]!r}; {hint}") from error
-        fault = f"needs its option {missing[0]!r}: NAME:{missing[0]}=VALUE" if missing else f"cannot be called: {error}"
+        fault = f"needs a value for its option {missing[0]!r}" if missing else f"cannot be called: {error}"
         raise DFlashError(f"The {what} {fault}.") from error

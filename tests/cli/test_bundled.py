@@ -140,7 +140,7 @@ def test_a_drafter_alone_gets_the_bundled_target_if_it_was_trained_for_that_one(
     for name, error, words in (
         (other, IncompatibleModelsError, f"{other} works only with the target that it was trained for: give both"),
         (PAIR / "drafter", IncompatibleModelsError, "give both, or neither"),  # does not say what it was trained for
-        ("mtp", IncompatibleModelsError, "give both, or neither"),
+        ("mtp", IncompatibleModelsError, "holds no mtp.* tensors, so the drafter 'mtp' has nothing to draft with"),
         ("./nope", CheckpointError, "No checkpoint folder at './nope'"),
         ("run/nope", CheckpointError, "There is no folder 'run/nope'; with a drafter of the hub"),
     ):

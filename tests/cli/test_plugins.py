@@ -110,7 +110,7 @@ def test_options_of_parts_reach_them(options, first, second, pair):
         (["--verify", "typical:epsilom=1"], "The verification rule 'typical' has no option 'epsilom'; did you mean"),
         (["--verify", "first_mismatch:a=1"], "The verification rule 'first_mismatch' has no option 'a'; it takes none"),
         (["--verify", "speculative_sampling:a=1"], "is an object and takes no options"),
-        (["--policy", "up_to"], "The policy 'up_to' needs its option 'drafts': NAME:drafts=VALUE"),
+        (["--policy", "up_to"], "The policy 'up_to' needs a value for its option 'drafts'"),
         (["--policy", "up_to:drafts=x"], "The policy 'up_to' cannot be made: TypeError"),
         (["--policy", "full:drafts=1"], "The policy 'full' has no option 'drafts'; it takes none"),
         (["--sampler", "nth:plac=1"], "The sampler 'nth' has no option 'plac'; did you mean 'place'"),

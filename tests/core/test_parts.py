@@ -98,7 +98,7 @@ def test_a_class_is_made_and_a_function_called_with_its_options(rules):
         ("plus:zzz=3", "The rule 'plus' has no option 'zzz'; known are more, times."),
         ("plus:number=3", "The rule 'plus' has no option 'number'"),
         ("bare:zzz=3", "The rule 'bare' has no option 'zzz'; it takes none."),
-        ("strict", "The rule 'strict' needs its option 'size': NAME:size=VALUE."),
+        ("strict", "The rule 'strict' needs a value for its option 'size'."),
         ("strict:size=abc", "The rule 'strict' cannot be made: TypeError: "),
         ("strict:size=-1", "size must be at least 0."),
         ("object:size=1", "The rule 'object' is an object and takes no options"),

@@ -180,7 +180,7 @@ def test_equal_options_are_one_cell_however_they_are_written(make):
         ({"vary": {"decode.verify": ["typical:epsilom=3"]}}, "has no option 'epsilom'; did you mean 'epsilon'"),
         ({"vary": {"decode.verify": [{"nam": "typical"}]}}, r"vary: decode.verify: expected a name, or \{name: NAME"),
         ({"vary": {"decode.verify": {"name": "typical", "options": {"epsilon": []}}}}, "has no values"),
-        ({"vary": {"decode.policy": ["up_to"]}}, "The policy 'up_to' needs its option 'drafts'"),
+        ({"vary": {"decode.policy": ["up_to"]}}, "The policy 'up_to' needs a value for its option 'drafts'"),
     ],
 )
 def test_a_mistake_in_a_part_is_one_line_before_anything_is_decoded(write, tmp_path, changes, message):

@@ -78,6 +78,8 @@ def lines() -> Iterator[str]:
         try:
             yield input("> " if typed else "")
         except EOFError:
+            if typed:
+                tell("")
             return
         except KeyboardInterrupt:
             if not typed:

@@ -36,11 +36,14 @@ class Asked:
 class ServedModel:
     """What stands for the model in mlx-lm's server: a decoder, and the request that it decodes.
 
-    ``plain`` says why there is no drafter, where none was found.
+    ``still_serves`` is told of each step, and raises once the server ends. ``plain`` says why there is no drafter,
+    where none was found.
     """
 
-    def __init__(self, decoder: "DFlashSpeculativeDecoder", metrics: Metrics, working: Callable[[], bool], plain: str):
-        self.decoder, self.metrics, self.working, self.plain = decoder, metrics, working, plain
+    def __init__(
+        self, decoder: "DFlashSpeculativeDecoder", metrics: Metrics, still_serves: Callable[[], None], plain: str
+    ):
+        self.decoder, self.metrics, self.still_serves, self.plain = decoder, metrics, still_serves, plain
         self.asked: Asked | None = None
         self.no_logprobs = np.broadcast_to(np.float32(0), decoder.loaded_target.vocab_size)
 
@@ -65,8 +68,8 @@ def stream_generate(
     """Decode ``prompt``, which goes on after the tokens of the cache: a response for each token, and one at the end.
 
     The text of a step comes with its last token. The end has no token of its own, since mlx-lm drops the text of a
-    response that ends with ``"stop"``. It does not come if the client goes away or the server ends; then decoding ends
-    after a block or a part of the prompt, and the cache holds what was read and written.
+    response that ends with ``"stop"``. It does not come if the client goes away; then decoding ends after a block or a
+    part of the prompt, and the cache holds what was read and written.
     """
     (cache,), asked, decoder = prompt_cache, model.asked, model.decoder
     assert asked is not None
@@ -74,7 +77,8 @@ def stream_generate(
     model.metrics.add("prompt_tokens", len(tokens))
     model.metrics.add("prompt_tokens_cached", cached)
     for end in range(cached + prefill_step_size, len(tokens), prefill_step_size):
-        if asked.client.gone() or not model.working():
+        model.still_serves()
+        if asked.client.gone():
             return
         decoder.cache_prompt(tokens[:end], cache, prefill_step_size)
         prompt_progress_callback(end, len(tokens))
@@ -91,7 +95,8 @@ def stream_generate(
     )
     with closing(steps):  # type: ignore[type-var]
         for step in steps:
-            if asked.client.gone() or not model.working():
+            model.still_serves()
+            if asked.client.gone():
                 return
             asked.client.counts.add(step)
             model.metrics.step(step)

@@ -97,10 +97,11 @@ class Generator(server.ResponseGenerator):
         """Whether the thread lives, and has done something lately: an idle one looks for requests all the time."""
         return self.generation_available() and time.monotonic() - self._moved < self._patience
 
-    def working(self) -> bool:
-        """Whether to go on; called after each step of the thread."""
+    def still_serves(self) -> None:
+        """Note a step of the thread. Raises :class:`Refused` once the server ends."""
         self._moved = time.monotonic()
-        return not self._stop
+        if self._stop:
+            raise Refused(503, "The server ends.")
 
     def generate(self, request: Any, generation_args: Any, progress_callback: Any = None) -> Any:
         """Queue a request. Raises :class:`Refused` if too many wait."""
@@ -130,7 +131,7 @@ class Generator(server.ResponseGenerator):
             logger.error("The decoding thread has ended: %s: %s", type(error).__name__, one_line(error))
 
     def _next_request(self, timeout: float | None = None) -> Any:
-        self.working()
+        self._moved = time.monotonic()
         return super()._next_request(timeout)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:

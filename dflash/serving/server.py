@@ -56,7 +56,7 @@ def started(
             "dflash:prompt_cache_bytes": ("Memory of the prompt caches that are kept.", lambda: caches.nbytes),
         }
     )
-    make = partial(ServedModel, metrics=metrics, working=lambda: generator.working())
+    make = partial(ServedModel, metrics=metrics, still_serves=lambda: generator.still_serves())
     provider = Provider(arguments, partial(load_served, models, decoding, serving.max_seq_length, make))
     handler = partial(Handler, system_fingerprint="dflash")
     with ThreadingHTTPServer((serving.host, serving.port), lambda *args: handler(generator, *args)) as httpd:

@@ -27,8 +27,8 @@ QUESTION = "Tom has 12 pears. He buys 3 bags with 4 pears each. How many pears d
 class Server:
     """Where a server listens, and ways to ask it."""
 
-    def __init__(self, port: int, log: Callable[[], str] = str, key: str = "none", generator=None):
-        self.port, self.log, self.generator = port, log, generator
+    def __init__(self, port: int, log: Callable[[], str] = str, key: str = "none", generator=None, process=None):
+        self.port, self.log, self.generator, self.process = port, log, generator, process
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=20)
 
     def chat(self, messages: str | list[dict], **options):
@@ -84,7 +84,7 @@ def process(*options: str) -> Iterator[Server]:
             until(lambda: any("Serving" in line for line in lines) or started.poll() is not None, 60)
             port = re.search(r"Serving .*:(\d+)/v1", "".join(lines))
             assert port is not None, "".join(lines)
-            yield Server(int(port[1]), lambda: "".join(lines))
+            yield Server(int(port[1]), lambda: "".join(lines), process=started)
         finally:
             started.terminate()
 

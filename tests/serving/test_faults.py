@@ -76,7 +76,9 @@ def test_a_client_that_leaves_while_it_waits_is_never_decoded(gated):
     running, gate = gated
     first = running.open(PROMPT)
     until(lambda: gate.steps == 1)
-    leaves, stays = running.open(PROMPT), running.open(PROMPT)
+    leaves = running.open(PROMPT)
+    until(lambda: running.metric("vllm:num_requests_waiting") == 1)
+    stays = running.open(PROMPT)
     until(lambda: running.metric("vllm:num_requests_waiting") == 2)
     leaves.close()
     gate.open.release(1000)

@@ -1,6 +1,7 @@
 """``dflash serve`` as a user starts it, asked by OpenAI's client: every text is that of ``dflash generate``."""
 
 import json
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -261,6 +262,18 @@ def test_a_named_drafter_that_does_not_fit_is_an_error_at_start(tmp_path):
 def test_a_port_that_is_taken_is_one_line(server):
     with pytest.raises(AssertionError, match=r"error: .*in use"), process("--port", str(server.port)):
         pass
+
+
+def test_ctrl_c_ends_the_server_and_tells_who_waits_for_an_answer():
+    asked = {"prompt": "def f(", "max_tokens": 2000, "stream": True}
+    with process() as running, running.open(asked) as connection, connection.makefile("rb") as file:
+        assert any(line.startswith(b"data: ") for line in iter(file.readline, b""))
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(20) == 0
+        assert b'"finish_reason": "' not in (rest := file.read())
+        assert b"The server ends." in rest
+        assert "Stopped." in running.log()
+        assert "Traceback" not in running.log()
 
 
 def test_only_who_knows_the_key_is_answered(here):

@@ -17,7 +17,7 @@ from mlx_lm.generate import wired_limit
 from .adapters import TargetAdapter
 from .batches import BATCH_SIZE, stream_batch
 from .core.errors import GenerationError
-from .core.option import named
+from .core.option import all_names, named
 from .core.values import require_count
 from .decoding.block import Decoding
 from .decoding.inspection import inspect
@@ -109,12 +109,6 @@ class DFlashSpeculativeDecoder:
         cls,
         target: str | Path | None = None,
         drafter: str | Path | None = None,
-        *,
-        trust_remote_code: bool = False,
-        draft_bits: int | None = None,
-        draft_window: int | None = None,
-        adapter_path: str | Path | None = None,
-        extra_eos_token: Sequence[str] = (),
         **options: Any,
     ) -> "DFlashSpeculativeDecoder":
         """Load target and drafter from folders or hub names; without arguments, the bundled models.
@@ -122,29 +116,17 @@ class DFlashSpeculativeDecoder:
         A ``target`` alone gets the bundled drafter that was made for it, at whatever precision it is kept. A
         ``drafter`` alone gets the bundled target, if it was trained for that one or needs no training. Both may be
         named ``"bundled"``.
-        ``trust_remote_code`` lets the target's checkpoint run the Python code that it brings with it. ``draft_bits``
-        quantises the drafter, and ``draft_window`` limits the context that it sees (:func:`~dflash.load_drafter`).
-        ``adapter_path`` is a folder of LoRA adapters for the target, as ``mlx_lm.lora`` writes it, and
-        ``extra_eos_token`` names tokens that end an answer too. ``model`` and ``draft_model`` are ``target`` and
-        ``drafter``. ``options`` go to the constructor. Raises ``DFlashError`` on bad checkpoints, for a
-        ``target`` alone for which no drafter is bundled, and for a ``drafter`` alone of another target.
+        ``options`` are the other fields of :class:`~dflash.models.ModelOptions` (``trust_remote_code``, ``draft_bits``,
+        ``draft_window``, ``adapter_path``, ``extra_eos_token``), and those of the constructor. mlx-lm's names ``model``
+        and ``draft_model`` work too. Raises ``DFlashError`` on bad checkpoints and options, for a ``target`` alone for
+        which no drafter is bundled, and for a ``drafter`` alone of another target.
         """
-        loading: dict[str, Any] = {
-            "target": target,
-            "drafter": drafter,
-            "block_size": options.get("block_size"),
-            "draft_bits": draft_bits,
-            "draft_window": draft_window,
-            "trust_remote_code": trust_remote_code,
-            "adapter_path": adapter_path,
-            "extra_eos_token": extra_eos_token,
-        }
-        loading |= {name: options.pop(name) for name in ("model", "draft_model") if name in options}
-        models = ModelOptions(**named(ModelOptions, loading))
-        own = ("tokenizer", "block_size", "max_seq_length", "adapter")
+        loading = {name: options.pop(name) for name in all_names(ModelOptions) if name in options}
+        models = ModelOptions(**named(ModelOptions, {"target": target, "drafter": drafter} | loading))
+        own = ("tokenizer", "max_seq_length", "adapter")
         decode_options({name: value for name, value in options.items() if name not in own})  # before minutes of loading
         loaded = models.load_target()
-        return cls(loaded, models.load_drafter(loaded), **options)
+        return cls(loaded, models.load_drafter(loaded), block_size=models.block_size, **options)
 
     @overload
     def generate(self, prompt: Prompt, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...

@@ -49,13 +49,17 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def all_names(record: type) -> dict[str, str]:
+    """Every name of an option of ``record``, and its field."""
+    return {name: f.name for f in dataclasses.fields(record) for name in (f.name, *f.metadata["also"])}
+
+
 def named(record: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """What is ``given``, each option by the name of its field in ``record``; ``None`` is not given.
 
     Raises ``GenerationError`` for an option that is given by two of its names.
     """
-    names = {other: field.name for field in dataclasses.fields(record) for other in field.metadata["also"]}
-    found: dict[str, Any] = {}
+    names, found = all_names(record), dict[str, Any]()
     for name, value in given.items():
         own = names.get(name, name)
         if value is not None and own in found:

@@ -4,11 +4,12 @@ import logging
 from itertools import count
 
 import pytest
+from mlx_lm.generate import BatchGenerator
 from support.errors import refused
 from support.models import TEXT_VOCAB, qwen3_model, random_drafter, wrapped_tokenizer
 from support.rows import Script
 
-from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, read_conversations
+from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, Policy, read_conversations
 from dflash.bench import HELDOUT
 from dflash.drafters.ngram import NgramDrafter
 
@@ -79,6 +80,20 @@ def test_what_works_with_one_text_only_is_refused_at_once(decoder, options, word
     refused(error, *words)
 
 
+class Begun(Policy):
+    times = 0
+
+    def begin(self):
+        self.times += 1
+
+
+def test_every_size_of_batches_has_a_policy_of_its_own(decoder):
+    policy = Begun()
+    each = [{"max_tokens": limit} for limit in (2, 5, 9, 14, 20)]
+    decoder.batch_generate(PROMPTS, each=each, policy=policy)
+    assert policy.times == 4  # up to 8, 4, 2 and 1 rows
+
+
 class Trouble(Exception):
     pass
 
@@ -96,10 +111,13 @@ def failing(after: int, error: type[BaseException]):
 
 @pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [0, 20])
-def test_an_error_in_one_row_ends_the_batch_and_nothing_else(decoder, texts, error, after):
+def test_an_error_in_one_row_ends_the_batch_and_nothing_else(decoder, texts, error, after, monkeypatch):
+    closed, close = [], BatchGenerator.close
+    monkeypatch.setattr(BatchGenerator, "close", lambda self: closed.append(self) or close(self))
     each = [{}, {"logits_processors": [failing(after, error)]}, {}, {}, {}]
     with pytest.raises(error):
         decoder.batch_generate(PROMPTS, each=each)
+    assert closed
     assert decoder.batch_generate(PROMPTS[:2]) == texts[:2]
     assert decoder.generate(PROMPTS[2]) == texts[2]
 

@@ -15,7 +15,6 @@ import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
-    BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
     KVCache,
@@ -33,22 +32,15 @@ REMEMBERED: dict[type, tuple[str, ...]] = {
     RotatingKVCache: ("keys", "values", "offset", "_idx"),  # an update of several tokens makes new arrays
     KeptWindowCache: ("keys", "values", "offset", "_idx"),
 }
-_REMEMBERED_OF_ROWS: dict[type, tuple[str, ...]] = {
-    BatchKVCache: ("offset", "_idx"),
-    BatchRotatingKVCache: ("keys", "values", "offset", "left_padding", "_idx", "_offset", "rotated"),
-}
 
 
 def _remember(cache: Any) -> Any:
-    """The cache's state, by reference but for what is changed in place: lists, and a batch's numbers by row."""
+    """The cache's state, by reference: MLX arrays are immutable, and only lists are changed in place."""
     if isinstance(cache, CacheList):
         return [_remember(member) for member in cache.caches]
-    values = {name: getattr(cache, name) for name in (REMEMBERED | _REMEMBERED_OF_ROWS)[type(cache)]}
-    return {name: list(v) if isinstance(v, list) else _by_row(v) for name, v in values.items()}
-
-
-def _by_row(value: Any) -> Any:
-    return mx.array(value) if isinstance(value, mx.array) and value.ndim == 1 else value
+    names = ("offset", "_idx") if type(cache) is BatchKVCache else REMEMBERED[type(cache)]
+    values = {name: getattr(cache, name) for name in names}
+    return {name: list(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def restore(cache: Any, before: Any) -> None:

@@ -70,19 +70,11 @@ def _roll_all(cache: Any, length: int, kept: Sequence[int]) -> None:
 
 
 def _roll_window(cache: Any, length: int, kept: Sequence[int]) -> None:
-    """A pass of several tokens leaves ``max_size - 1`` entries before it, so each row has a full window again.
-
-    What lies before that window is cut off: there are the entries that the roll wrapped around.
-    """
+    """A pass of several tokens leaves ``max_size - 1`` entries before it, so each row has a full window again."""
     rejected = length - max(kept)
     if rejected:
         cache.keys, cache.values = cache.keys[..., :-rejected, :], cache.values[..., :-rejected, :]
     _roll(cache, length, kept)
-    surplus = cache._idx - cache.max_size
-    if surplus > 0:
-        cache.keys, cache.values = cache.keys[..., surplus:, :], cache.values[..., surplus:, :]
-        cache.left_padding = cache.left_padding - surplus
-        cache._idx = cache.max_size
 
 
 def _forget_lengths(cache: ArraysCache, length: int, kept: Sequence[int]) -> None:

@@ -8,13 +8,15 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import StopSequences, generate_step
 from mlx_lm.sample_utils import make_logits_processors
+from support.models import qwen3_model, random_drafter
 from support.rows import ROW_TARGETS, WINDOW, Script, row_target
 
-from dflash import BlockRecord, Policy
+from dflash import BlockRecord, LoadedTargetModel, Policy, Proposal
 from dflash.decoding.batch import SpeculativeGenerator, Tapped
 from dflash.target.compare import assert_same_caches
 
 TEXTS, MOST, BLOCK = 5, 28, 8
+LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 # --- what is compared ---------------------------------------------------------------------------------------
@@ -117,6 +119,8 @@ def check(name, rows, acceptance, sampling, events, policy="whole blocks"):
         assert len({a.uid for a in answers}) == len(answers)
         for a in answers:
             blocks += a.block.accepted > 0
+            chance = drafter.chances[uids.index(a.uid)]  # no row waits for another
+            assert chance not in (0, 1) or a.block.accepted == chance * len(a.block.drafted)
             got[a.uid] += a.block.tokens
             if a.finish_reason is not None:
                 check_caches(target, model, a, asked[uids.index(a.uid)] + got[a.uid])
@@ -141,6 +145,57 @@ def check_caches(target, model, answer, text):
     assert script.caches[0].tokens == held
     last = mx.concatenate(script.caches[0].features, axis=1)[:, -features.shape[1] :]
     assert mx.allclose(last, features, rtol=1e-3, atol=1e-3).item()
+
+
+def test_a_drafters_own_context_leaves_with_its_row():
+    target, drafter = LoadedTargetModel(qwen3_model(3)), random_drafter(1, layer_types=LAYER_TYPES, sliding_window=5)
+    drafter.bind(target)
+    policy = Alternate()
+    model = Tapped(target, drafter, lambda rows: policy, BLOCK, 512)
+    generator, left = SpeculativeGenerator(model), 3
+    generator.insert([[1, 2, 3], [4], list(range(20))], [24, 9, 40])
+    while answers := generator.next_generated():
+        for answer in (a for a in answers if a.finish_reason):
+            left -= 1
+            tokens, fed = mx.array([answer.all_tokens]), drafter.make_cache()
+            _, features = target.forward_hidden(tokens, target.make_cache(), drafter.target_layer_ids)
+            drafter.extend_context(features, fed, tokens)
+            for ours, alone in zip(answer.prompt_cache[model.target_layers :], fed.layers, strict=True):
+                assert (ours.offset, ours.held) == (alone.offset, alone.held)
+                for a, b in zip(ours.state, alone.state, strict=True):
+                    assert mx.allclose(a, b, rtol=1e-3, atol=1e-3).item()
+    assert left == 0
+
+
+def test_a_row_ends_with_its_last_token_without_a_pass_that_reads_it():
+    target, prompt = row_target("full"), [1, 2, 3]
+    text = prompt + [int(token) for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=40)]
+    policy = Policy()
+    generator = SpeculativeGenerator(
+        Tapped(target, Script([text], [1.0], target.vocab_size), lambda rows: policy, BLOCK, 512)
+    )
+    generator.insert([prompt], [2 * BLOCK + 1])
+    steps = [answers[0].block.tokens for answers in iter(generator.next_generated, [])]
+    assert [len(tokens) for tokens in steps] == [BLOCK, BLOCK + 1]
+    assert sum(steps, prompt) == text[: len(prompt) + 2 * BLOCK + 1]
+
+
+def test_no_row_is_fed_beyond_the_positions_of_the_target(monkeypatch):
+    target, ends = row_target("full"), []
+    forward = LoadedTargetModel.forward_rows
+
+    def counted(self, tokens, caches, layer_ids):
+        ends.append(mx.max(caches[0].offset).item() + tokens.shape[1])
+        return forward(self, tokens, caches, layer_ids)
+
+    monkeypatch.setattr(LoadedTargetModel, "forward_rows", counted)
+    texts, policy = [[t] * 60 for t in (1, 2)], Policy()
+    model = Tapped(target, Script(texts, [0.0] * 2, target.vocab_size), lambda rows: policy, BLOCK, 32)
+    model.drafter.drafter.propose = lambda anchor, length, cache: Proposal(mx.zeros((1, length), mx.int32))
+    generator = SpeculativeGenerator(model)
+    generator.insert([[1] * 3, [2] * 28], [20, 4])
+    assert sum(len(answers) for answers in iter(generator.next_generated, []))
+    assert max(ends) == 32
 
 
 EVENTS = ("ends", "joins", "removed", "long prompts")

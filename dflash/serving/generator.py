@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,19 @@ class PromptCaches(LRUPromptCache):
         """A copy of the caches that hold most of ``tokens`` but the last, and the tokens that they lack."""
         caches, _ = super().fetch_nearest_cache(model, [*tokens[:-1], UNKNOWN])
         return caches, tokens[len(caches[0].tokens) if caches else 0 :]
+
+
+class Answers:
+    """The queue of one request's responses. Text that may begin a tag comes before "stop", where mlx-lm drops it."""
+
+    def __init__(self, queue: "Queue[Any]"):
+        self._queue = queue
+
+    def put(self, response: Any) -> None:
+        """Pass it on."""
+        if isinstance(response, server.Response) and response.finish_reason == "stop":
+            self._queue.put(replace(response, finish_reason="length"))
+        self._queue.put(response)
 
 
 class Generator(server.ResponseGenerator):
@@ -164,7 +178,7 @@ class Generator(server.ResponseGenerator):
             if asked.client.gone():
                 queue.put(ConnectionError("The client has gone."))
             else:
-                super()._serve_single(request, stream)
+                super()._serve_single((Answers(queue), asked, args), stream)
         finally:
             self.running = 0
             model.metrics.add("request_success", 1, model.asked.finish)

@@ -202,10 +202,21 @@ def test_stop_strings_end_decoding_wherever_blocks_and_tokens_end(here, stop, st
     assert running.metric("vllm:generation_tokens_total") == alone[-1].generation_tokens
 
 
-def test_tools_and_characters_may_end_in_a_block(here):
-    """Call and text in one block; the emoji's bytes are tokens of two blocks."""
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Łódź"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls", "finish"),
+    [
+        (f"So 😀🎉: {CALL}", "So 😀🎉: ", 1, "tool_calls"),
+        (f"{CALL} and {CALL}", " and ", 2, "tool_calls"),
+        (f"I think that{CALL}", "I think that", 1, "tool_calls"),
+        ("1 <tool 2 <", "1 <tool 2 <", 0, "stop"),
+    ],
+)
+def test_tools_and_characters_may_end_in_a_block(here, text, shown, calls, finish):
+    """Call and text in one block; the emoji's bytes are tokens of two blocks; what only begins a tag is text."""
     messages = [{"role": "user", "content": "Weather?"}]
-    text = 'So 😀🎉: <tool_call>{"name": "weather", "arguments": {"city": "Łódź"}}</tool_call>'
 
     def make():
         tokenizer = TokenizerWrapper(
@@ -222,12 +233,13 @@ def test_tools_and_characters_may_end_in_a_block(here):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     running = here(make)
     (choice,) = running.chat(messages, max_tokens=200, tools=tools).choices
-    assert (choice.message.content, choice.finish_reason) == ("So 😀🎉: ", "tool_calls")
-    (call,) = choice.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Łódź"})
+    assert (choice.message.content, choice.finish_reason) == (shown, finish)
+    made = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
+    assert made == [("weather", {"city": "Łódź"})] * calls
     pieces = list(running.chat(messages, max_tokens=200, tools=tools, stream=True))
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == "So 😀🎉: "
-    assert pieces[-1].choices[0].finish_reason == "tool_calls"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == shown
+    assert sum(len(piece.choices[0].delta.tool_calls or ()) for piece in pieces) == calls
+    assert pieces[-1].choices[0].finish_reason == finish
 
 
 KINDS = {"sliding": "llama", "recurrent": "qwen3_5", "both": "falcon_h1"}
@@ -251,6 +263,7 @@ def test_turns_of_targets_whose_caches_cannot_go_back(here, kind):
         return [int(word) for word in text.split()]
 
     running, text = here(make), "3 1 4 1 5"
+    first = text
     for turn in ("", " 9 2 6", " 5 3 5"):
         text += turn
         found = running.complete(text, max_tokens=12)
@@ -259,6 +272,10 @@ def test_turns_of_targets_whose_caches_cannot_go_back(here, kind):
             usage = found.usage
             assert usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens <= 4
         text += " " + found.choices[0].text
+        first = text if not turn else first
+    branch = running.complete(first + " 8 8", max_tokens=5)
+    assert ids(branch.choices[0].text) == plain_greedy(model, ids(first + " 8 8"), 5)[0]
+    assert branch.usage.prompt_tokens - branch.usage.prompt_tokens_details.cached_tokens <= 4
     again = running.complete(text, max_tokens=3)
     assert ids(again.choices[0].text) == plain_greedy(model, ids(text), 3)[0]
 

@@ -114,7 +114,9 @@ def test_the_same_prompt_again_and_a_prompt_that_is_kept_whole_are_answered(serv
     assert server.complete(prompt, max_tokens=12).choices[0].text == first
     longer = prompt + first
     for _ in range(2):
-        assert server.complete(longer, max_tokens=12).choices[0].text == decoder.generate(longer, 12, chat=False)
+        answer = server.complete(longer, max_tokens=12)
+        assert answer.choices[0].text == decoder.generate(longer, 12, chat=False)
+    assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
     assert server.send("GET", "/health")[0] == 200
 
 

@@ -26,7 +26,7 @@ from dflash.core.files import exclusive_lock, read_json, remove_unfinished, writ
 from dflash.core.progress import progress
 from dflash.drafters.kinds import config_of
 from dflash.evaluation.acceptance import Acceptance, total
-from dflash.evaluation.replay import measure_on
+from dflash.evaluation.replay import Held, measure_on
 from dflash.evaluation.texts import Text, Texts
 
 from ..core.settings import to_dict
@@ -200,12 +200,13 @@ class _Training:
         layer_ids, with_hidden = drafter.target_layer_ids, self.needs_target_logits
         batches = ranks.shard(heldout_batches(first, recipe.data, target, layer_ids, with_hidden))
         texts: list[Text] = []  # written at the first evaluation, if they are not kept from another run
+        held = Held()
 
         def evaluate() -> dict[str, Any]:
             if not texts:
                 texts.extend(Texts(target).all(prompts, recipe.run.evaluate_tokens, show=ranks.is_main))
             bar = progress(texts, "evaluate", show=ranks.is_main)
-            own = total((own for (own,) in measure_on(target, [drafter], bar)), drafter.block_size)
+            own = total((own for (own,) in measure_on(target, [drafter], bar, held)), drafter.block_size)
             counts = [len(prompts), own.blocks, own.committed, *own.verified, *own.accepted]
             decoded, blocks, committed, *by_position = ranks.all_reduce_sum(np.array(counts))
             acceptance = Acceptance(int(blocks), int(committed), *np.split(np.array(by_position), 2))

@@ -251,7 +251,7 @@ def _replay(
 ) -> tuple[_Parts, dict[str, Any], bool]:
     """Counts on finished texts, what all anchors say if that is asked for, and whether Ctrl-C came."""
     from ..evaluation.anchors import anchor_results
-    from ..evaluation.replay import counts, replay
+    from ..evaluation.replay import Held, counts, replay
     from ..evaluation.texts import Texts
 
     own = list(decoders.values())
@@ -260,10 +260,10 @@ def _replay(
     written, interrupted = terminal.until_stopped(answers, "texts", len(prompts))
     if interrupted:
         raise terminal.stopped(f"; {len(written)} of {len(prompts)} texts are kept, so the same command goes on.")
-    texts = [text for _, text in sorted(written, key=lambda pair: pair[0])]
+    texts, held = [text for _, text in sorted(written, key=lambda pair: pair[0])], Held()
 
     def blocks(name: str, every: bool) -> "tuple[Iterator[tuple[list[Drafted], ...]], bool]":
-        found, stopped = terminal.until_stopped(replay(own, texts, every), name, len(texts))
+        found, stopped = terminal.until_stopped(replay(own, texts, every, held), name, len(texts))
         return zip(*found, strict=True), stopped
 
     walks, interrupted = blocks("eval", every=False)

@@ -65,20 +65,24 @@ def counts(blocks: Iterable[Drafted], block_size: int) -> Acceptance:
 
 
 def measure_on(
-    target: LoadedTargetModel, drafters: Sequence[Drafter], texts: Iterable[Text]
+    target: LoadedTargetModel, drafters: Sequence[Drafter], texts: Iterable[Text], held: "Held | None" = None
 ) -> Iterator[list[Acceptance]]:
     """For each text the counts of each drafter: those that ``acceptance.measure_each`` finds by decoding."""
     decoders = [DFlashSpeculativeDecoder(target, drafter, max_seq_length=maxsize) for drafter in drafters]
-    for found in replay(decoders, texts):
+    for found in replay(decoders, texts, held=held):
         yield [counts(blocks, decoder.block_size) for blocks, decoder in zip(found, decoders, strict=True)]
 
 
 def replay(
-    decoders: Sequence[DFlashSpeculativeDecoder], texts: Iterable[Text], every_anchor: bool = False
+    decoders: Sequence[DFlashSpeculativeDecoder],
+    texts: Iterable[Text],
+    every_anchor: bool = False,
+    held: "Held | None" = None,
 ) -> Iterator[list[list[Drafted]]]:
     """For each text, the blocks of each decoder's drafter: those of the walk, or after every token but the last.
 
-    The decoders share a target, which reads a text once for all. With ``every_anchor`` there are probabilities too.
+    The decoders share a target, which reads a text once for all; what it read is ``held`` for the next call on the same
+    texts. With ``every_anchor`` there are probabilities too.
 
     Raises ``GenerationError`` for what a drafter returns that cannot be verified.
     """
@@ -86,7 +90,7 @@ def replay(
     layer_ids = sorted({i for decoder in decoders for i in decoder.draft_model.target_layer_ids})
     with wired_limit(target.model):
         for group in _groups(texts):
-            features = [read(target, text.tokens[:-1], layer_ids) for text in group]
+            features = [(held or Held(0)).features(target, text, layer_ids) for text in group]
             found = []
             for decoder in decoders:
                 layers = [layer_ids.index(i) for i in decoder.draft_model.target_layer_ids]
@@ -99,6 +103,21 @@ def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
     waiting = iter(texts)
     while group := list(islice(waiting, _TEXTS)):
         yield group
+
+
+class Held:
+    """Features of texts, as long as they take at most ``most_bytes`` together."""
+
+    def __init__(self, most_bytes: int = 2**28):
+        self._left, self._held = most_bytes, dict[tuple[int, ...], mx.array]()
+
+    def features(self, target: LoadedTargetModel, text: Text, layer_ids: Sequence[int]) -> mx.array:
+        """``[1, S, F]`` of all tokens but the last. The target and its layers must be the same in each call."""
+        if (found := self._held.get(key := tuple(text.tokens))) is None:
+            found = read(target, text.tokens[:-1], layer_ids)
+            if found.nbytes <= self._left:
+                self._held[key], self._left = found, self._left - found.nbytes
+        return found
 
 
 def read(target: LoadedTargetModel, tokens: list[int], layer_ids: Sequence[int]) -> mx.array:

@@ -17,8 +17,9 @@ from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.combined import CombinedDrafter
 from dflash.drafters.ngram import NgramDrafter
 from dflash.evaluation import HELDOUT
+from dflash.evaluation import replay as replay_module
 from dflash.evaluation.acceptance import measure_each
-from dflash.evaluation.replay import counts, replay
+from dflash.evaluation.replay import Held, counts, replay
 from dflash.evaluation.texts import Texts
 
 PROMPTS = [[3, 1, 2, 0, 1], [1, 1], [0], [2, 3, 3, 1, 0, 2, 1, 1, 3]]
@@ -118,6 +119,20 @@ def test_several_drafters_share_a_reading_and_each_gets_its_own_layers(tmp_path,
         size = decoder.block_size
         decoded = measure_each(decoder.loaded_target, decoder.draft_model, PROMPTS, 20, 0.0, size, stop_token_ids=[])
         assert [plain(counts(row[i], size)) for row in together] == [plain(part) for part in decoded]
+
+
+def test_features_that_are_held_are_not_read_again(tmp_path, monkeypatch):
+    decoder = decoder_of("dflash", monkeypatch)
+    texts = Texts(decoder.loaded_target, [], tmp_path).all(PROMPTS, 20)
+    read, found = [], replay_module.read
+    monkeypatch.setattr(replay_module, "read", lambda *args: read.append(args[1]) or found(*args))
+    one = found(decoder.loaded_target, texts[0].tokens[:-1], (0, 1, 3)).nbytes
+    small, large = Held(one), Held()
+    expected = list(replay([decoder], texts))
+    for held in (small, large) * 2:
+        assert list(replay([decoder], texts, held=held)) == expected
+    rest = [text.tokens[:-1] for text in texts]
+    assert read == [*rest, *rest, *rest, *rest[1:]], "only the first has room in the small one"
 
 
 def test_what_cannot_be_replayed_is_named(tmp_path, monkeypatch):

@@ -62,9 +62,16 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.draft_bits not in (None, 2, 3, 4, 5, 6, 8):
-            raise GenerationError(f"draft_bits must be 2, 3, 4, 5, 6 or 8, got {short(self.draft_bits)}.")
-        extra = (self.extra_eos_token,) if isinstance(self.extra_eos_token, str) else tuple(self.extra_eos_token)
+        bits = self.draft_bits
+        if bits is not None and (type(bits) is not int or bits not in (2, 3, 4, 5, 6, 8)):
+            raise GenerationError(f"draft_bits must be 2, 3, 4, 5, 6 or 8, got {short(bits)}.")
+        for name in ("target", "drafter", "adapter_path"):
+            if not isinstance(value := getattr(self, name), str | Path | None):
+                raise GenerationError(f"{name} must be a folder or a hub name, got {short(value)}.")
+        given = self.extra_eos_token
+        extra = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if not all(isinstance(token, str) for token in extra):
+            raise GenerationError(f"extra_eos_token must be texts of tokens, got {short(given)}.")
         object.__setattr__(self, "extra_eos_token", extra)
         if self.adapter_path is not None and self.target is None:
             raise IncompatibleModelsError("adapter_path needs the target that the adapters were made for; give both.")

@@ -226,7 +226,7 @@ class DecodeOptions:
             )
         if self.sampler is not None and any((self.temp, self.top_p, self.min_p, self.top_k, self.xtc_probability)):
             raise GenerationError("Give either a sampler, or temperature, top_p, min_p, top_k and xtc, not both.")
-        if isinstance(self.logits_processors, str) or callable(self.logits_processors):
+        if isinstance(self.logits_processors, str) or not isinstance(self.logits_processors, Sequence):
             raise GenerationError("logits_processors must be a list; put the one processor into brackets.")
         sampler, rule, _, _ = self.build_sampler(), self.verify_rule(), self.build_processors(), self.build_policy()
         if hasattr(rule, "check_sampler"):
@@ -255,12 +255,12 @@ class DecodeOptions:
         from .decoding.sampling import LOGITS_PROCESSORS
 
         known = make_logits_processors(
-            None if self.logit_bias is None else dict(self.logit_bias),
-            self.repetition_penalty,
+            None if self.logit_bias is None else {token: float(bias) for token, bias in self.logit_bias.items()},
+            float(self.repetition_penalty or 0),
             self.repetition_context_size,
-            self.presence_penalty,
+            float(self.presence_penalty or 0),
             self.presence_context_size,
-            self.frequency_penalty,
+            float(self.frequency_penalty or 0),
             self.frequency_context_size,
         )
         return [*known, *(_found(LOGITS_PROCESSORS, own, arguments=2) for own in self.logits_processors)]

@@ -189,6 +189,8 @@ BAD_OPTIONS = {
     "bias of a text": ({"logit_bias": {"a": 1.0}}, ["logit_bias must name token ids, got 'a'"]),
     "bias that is no number": ({"logit_bias": {3: None}}, ["logit_bias of token 3", "None"]),
     "bias of an unknown token": ({"logit_bias": {999: 1.0}}, ["names token 999", "ids are 0 to 263"]),
+    "a number for stop strings": ({"stop_strings": 0.5}, ["stop_strings must be a list of strings, got 0.5"]),
+    "a number for processors": ({"logits_processors": 3}, ["logits_processors", "list"]),
     "one processor": ({"logits_processors": lambda tokens, logits: logits}, ["logits_processors", "list"]),
     "unknown sampler": ({"sampler": "no_such"}, ["Unknown sampler 'no_such'"]),
     "sampler that is none": ({"sampler": 3}, ["sampler", "function or a registered name", "3"]),

@@ -82,6 +82,13 @@ def new_cache(ctx: typer.Context, parameter: typer.CallbackParam, value: str) ->
     return str(in_a_folder(ctx, parameter, Path(value)))
 
 
+def a_picture(ctx: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Refuse a picture whose name does not tell its kind."""
+    if value is not None and value.suffix not in (".svg", ".png", ".pdf"):
+        raise DFlashError(f"{parameter.opts[-1]} must end in .svg, .png or .pdf, got {value}.")
+    return in_a_folder(ctx, parameter, value)
+
+
 def new_trace(ctx: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
     """Refuse a trace that would replace one, which may have taken hours."""
     if value is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core.errors import DFlashError, install_extra
-from .options import TrustRemoteCode, in_a_folder
+from .options import TrustRemoteCode, a_picture
 from .terminal import print_rich, show_log, show_progress
 from .training import WithSettings, table
 
@@ -195,7 +195,7 @@ def compare(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw the learning curves.", callback=in_a_folder)
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the learning curves.", callback=a_picture)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of tables.")] = False,
     trust_remote_code: TrustRemoteCode = False,

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..core.errors import DFlashError, did_you_mean
-from .options import TrustRemoteCode, can_be_made, not_empty
+from .options import TrustRemoteCode, can_be_made, is_text, not_empty
 from .terminal import print_rich, show_log
 
 if TYPE_CHECKING:
@@ -164,7 +164,11 @@ def export(
     last: Annotated[bool, typer.Option("--last", help="The last weights, not those of the best evaluation.")] = False,
     target_name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What the card calls a target that was given as a folder: its hub name."),
+        typer.Option(
+            metavar="NAME",
+            help="What the card calls a target that was given as a folder: its hub name.",
+            callback=is_text,
+        ),
     ] = None,
     push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Upload it to the hub as well.")] = None,
 ) -> None:

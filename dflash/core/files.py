@@ -168,6 +168,8 @@ def atomic_write(path: Path, write: Callable[[Path], object]) -> None:
     The temporary name keeps the suffix of ``path`` (MLX picks a format by it). A new folder does not outlast a failure.
     Raises ``OSError`` with the reason, and with the free space if the disk may be full.
     """
+    if path.exists() and not path.is_file():  # renaming would replace a device
+        raise OSError(f"Cannot write {path}: it is no plain file.")
     made = _missing(path.parent)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

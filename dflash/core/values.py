@@ -1,7 +1,7 @@
 """Checks of the values that callers give: one line says what was wrong and what was expected."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .errors import GenerationError
@@ -38,6 +38,8 @@ def check_stop_strings(stop_strings: Any) -> None:
     """A list of texts, none of them empty, or ``None``."""
     if isinstance(stop_strings, str):
         raise GenerationError(f"stop_strings must be a list of strings; did you mean [{stop_strings!r}]?")
+    if not isinstance(stop_strings, Collection | None):
+        raise GenerationError(f"stop_strings must be a list of strings, got {short(stop_strings)}.")
     if any(not isinstance(s, str) or not s for s in stop_strings or ()):
         raise GenerationError("A stop string must be a non-empty text.")
 

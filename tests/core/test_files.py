@@ -86,6 +86,13 @@ def test_a_place_that_takes_no_file_is_named_with_the_reason(tmp_path):
         files.write_json(tmp_path / "file" / "x.json", {})
 
 
+def test_a_device_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe: it is no plain file"):
+        files.write_json(tmp_path / "pipe", {})
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_arrays_come_back_with_their_metadata(tmp_path):
     arrays = {"a": mx.arange(6).reshape(2, 3), "deep.b": mx.array([1.5], mx.bfloat16)}
     files.write_arrays(tmp_path / "new" / "x.safetensors", arrays, {"step": "3"})

@@ -132,7 +132,9 @@ def _checked(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     mode = options.get("mode", "affine")
     group_size, bits = usual(mode)
     scheme = {"group_size": options.get("group_size", group_size), "bits": options.get("bits", bits), "mode": mode}
-    fits = scheme["group_size"] in (32, 64, 128) and scheme["bits"] in (2, 3, 4, 5, 6, 8)
+    sizes = scheme["group_size"], scheme["bits"]
+    whole = all(type(size) is int for size in sizes)
+    fits = whole and sizes[0] in (32, 64, 128) and sizes[1] in (2, 3, 4, 5, 6, 8)
     if mode != "affine":
         fits = (scheme["group_size"], scheme["bits"]) == MODES[mode]
     if not fits:

@@ -5,11 +5,13 @@ from itertools import count
 
 import pytest
 from support.errors import refused
-from support.models import TEXT_VOCAB, qwen3_model, random_drafter, wrapped_tokenizer
+from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter, wrapped_tokenizer
 from support.rows import Script
 
 from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, Policy, read_conversations
 from dflash.bench import HELDOUT
+from dflash.drafters.autoregressive import AutoregressiveDrafter
+from dflash.drafters.combined import CombinedDrafter
 from dflash.drafters.ngram import NgramDrafter
 
 PROMPTS = ["a", "Two words", "abcabcabcabcabcabcabcabcabcabc", "What?", "b b b b"]
@@ -128,11 +130,22 @@ def test_a_caller_may_stop_anywhere(decoder, texts, policy):
     assert decoder.batch_generate(PROMPTS, policy=policy) == texts
 
 
-def test_a_drafter_for_one_text_is_asked_for_each_and_that_is_said(texts, caplog):
-    decoder = DFlashSpeculativeDecoder(qwen3_model(3, TEXT_VOCAB), NgramDrafter(), wrapped_tokenizer(), max_tokens=24)
+OF_ONE_TEXT = {
+    "NgramDrafter": NgramDrafter,
+    "AutoregressiveDrafter": lambda: AutoregressiveDrafter(
+        LoadedTargetModel(llama_model(0, TEXT_VOCAB, window=6), wrapped_tokenizer())
+    ),
+    "CombinedDrafter": lambda: CombinedDrafter(random_drafter(1, TEXT_VOCAB)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_TEXT)
+def test_a_drafter_for_one_text_is_asked_for_each_and_that_is_said(name, texts, caplog):
+    model, drafter = qwen3_model(3, TEXT_VOCAB), OF_ONE_TEXT[name]()
+    decoder = DFlashSpeculativeDecoder(model, drafter, wrapped_tokenizer(), max_tokens=24)
     with caplog.at_level(logging.INFO, "dflash"):
-        assert decoder.batch_generate(PROMPTS, policy="full") == texts
-    assert "NgramDrafter drafts for one text after another" in caplog.text
+        assert decoder.batch_generate(PROMPTS, batch_size=3, policy="full") == texts
+    assert f"{name} drafts for one text after another" in caplog.text
 
 
 # --- the default policy: costs of so many rows decide ------------------------------------------------------

@@ -44,6 +44,10 @@ class Contexts(Ragged):
     def __init__(self, caches: list[Any]):
         self.caches = caches
 
+    def __deepcopy__(self, _: Any) -> "Contexts":
+        """The same caches: mlx-lm copies a batch to part its rows, and each row stays in one part."""
+        return Contexts(list(self.caches))
+
     @staticmethod
     def merge(contexts: "Sequence[Contexts]") -> "Contexts":
         """Those of several batches."""

@@ -111,7 +111,7 @@ class PromptCache:
         return sum(cache.nbytes for cache in self.target_cache) + getattr(self.draft_cache, "nbytes", 0)
 
     def is_trimmable(self) -> bool:
-        """Whether :meth:`trim` can go back to any length."""
+        """Whether :meth:`trim` can go back, as far as the classes of the caches tell."""
         context = isinstance(self.draft_cache, ContextCache) or not self.drafter.target_layer_ids
         return context and all(cache.is_trimmable() for cache in self.target_cache)
 

@@ -1,5 +1,6 @@
 """A prompt that was read before changes no token, with every kind of cache, in memory and from a file."""
 
+import copy
 import logging
 
 import mlx.core as mx
@@ -35,6 +36,7 @@ KINDS = {
     "CacheList(KVCache, KVCache)": (lambda: small.build("deepseek_v32"), {}),
     "CacheList(ArraysCache, KVCache)": (lambda: small.build("falcon_h1"), {}),
 }
+WITHOUT_A_WAY_BACK = {"RotatingKVCache", "KeptWindowCache", "ArraysCache", "CacheList(ArraysCache, KVCache)"}
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +114,7 @@ def test_the_drafters_context_is_continued_too(kind, tmp_path):
         return [step.drafted for step in decoder.stream_generate(answer + SECOND, 30, **NO_STOP, **options)]
 
     loaded = decoder.load_prompt_cache(tmp_path / "cache.safetensors")
+    decoder.spec_generate(answer + THIRD, 30, prompt_cache=copy.deepcopy(cache), **NO_STOP)  # changes only the copy
     assert drafts(prompt_cache=cache) == drafts(prompt_cache=loaded) == (expected := drafts())
     assert len(expected) > 2
 
@@ -278,3 +281,27 @@ def test_a_cache_that_is_quantised_otherwise_is_refused():
     text = decoder.spec_generate(FIRST, 3, prompt_cache=cache, **NO_STOP)[0].tolist()
     with pytest.raises(GenerationError, match="quantised with kv_bits 8 and kv_group_size 32, the request asks for 4"):
         decoder.spec_generate([*text, 3], 3, prompt_cache=cache, kv_bits=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_goes_its_own_way_and_is_trimmed_like_mlx_lms_caches(kind, caplog):
+    build, options = KINDS[kind]
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(build()), ScriptedDrafter([0], 64), **options)
+
+    def continued(text, piece, **given):
+        return decoder.spec_generate(text + piece, 8, **NO_STOP, **given)[0].tolist()
+
+    cache = decoder.make_prompt_cache()
+    text = continued([], FIRST, prompt_cache=cache)
+    other, held = copy.deepcopy(cache), list(cache.tokens)
+    assert other.nbytes == cache.nbytes > 0
+    read = read_by(decoder)
+    answers = [continued(text, piece, prompt_cache=it) for piece, it in ((SECOND, other), (THIRD, cache))]
+    assert sum(read) <= len(SECOND) + len(THIRD) + 2, "what the copy held was read again"
+    if kind != "KeptWindowCache":  # which masks what is read in one pass otherwise
+        assert answers == [continued(text, piece) for piece in (SECOND, THIRD)]
+    assert cache.is_trimmable() == (kind not in WITHOUT_A_WAY_BACK)
+    if cache.is_trimmable():
+        assert cache.trim(len(cache.tokens) - len(held)) > 0
+        assert cache.tokens == ([] if kind == "ChunkedKVCache" else held)  # whose chunk has moved on
+        assert continued(text, THIRD, prompt_cache=cache) == answers[1]

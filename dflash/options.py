@@ -242,7 +242,7 @@ class DecodeOptions:
             return _found(SAMPLERS, self.sampler, arguments=1)
         if self.temp < GREEDY_BELOW:
             return GREEDY
-        filters = self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k
+        filters = float(self.temp), self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k
         if not self.xtc_probability:
             return DrawingSampler(*filters)
         spared = [] if tokenizer is None else [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]

@@ -84,7 +84,7 @@ def evaluate(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="Draw the acceptance lengths.", callback=options.in_a_folder),
+        typer.Option(metavar="FILE.svg", help="Draw the acceptance lengths.", callback=options.a_picture),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:

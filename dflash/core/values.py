@@ -47,7 +47,7 @@ def check_stop_strings(stop_strings: Any) -> None:
 def check_stop_tokens(tokens: Any) -> None:
     """A list of token ids, or ``None``."""
     try:
-        whole = all(_is_whole(token) and token >= 0 for token in tokens or ())
+        whole = all(_is_whole(token) and token >= 0 for token in (() if tokens is None else tokens))
     except TypeError:
         whole = False
     if not whole:

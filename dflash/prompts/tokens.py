@@ -50,6 +50,8 @@ def prompt_tokens(
     Raises ``GenerationError`` for an empty or malformed prompt, or if an option needs a chat template that is not used.
     """
     config = _checked_config(chat_template_config)
+    if not isinstance(chat, bool):
+        raise GenerationError(f"chat must be True or False, got {short(chat)}.")
     if not isinstance(prompt, str) and not _is_messages(prompt):
         if system is not None or prefill_response is not None or config:
             raise GenerationError(
@@ -59,7 +61,8 @@ def prompt_tokens(
     if target.tokenizer is None:
         raise GenerationError("This target has no tokenizer; pass token ids.")
     templated = chat and target.tokenizer.has_chat_template
-    if not templated and (config or {system, prefill_response} != {None} or not isinstance(prompt, str)):
+    plain = isinstance(prompt, str) and system is None and prefill_response is None and not config
+    if not templated and not plain:
         why = "the target's tokenizer has none" if chat else "the prompt is to be taken as it stands"
         raise GenerationError(
             f"Messages, system, prefill_response and chat_template_config need the chat template, and {why}."

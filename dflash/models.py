@@ -1,5 +1,6 @@
 """What loads a target and its drafter: one record for Python and the command line."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from .core.values import short
 if TYPE_CHECKING:
     from .drafters.protocol import Drafter
     from .target import LoadedTargetModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,5 +124,9 @@ class ModelOptions:
         name = BUNDLED if self.drafter is None else str(self.drafter)
         combined = PREFIX if name.startswith(PREFIX) else ""
         if name.removeprefix(combined) == BUNDLED:
+            if self.adapter_path is not None:
+                logger.warning(
+                    "The bundled drafter was made for the target without adapters: fewer drafts may be right."
+                )
             name = combined + str(PAIR / "drafter" if target is None else drafter_folder(target))
         return load_drafter(name, self.draft_bits, self.draft_window)

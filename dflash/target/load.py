@@ -62,7 +62,9 @@ def load_target(
         model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))  # built, never evaluated
     except Exception as error:  # of mlx-lm, transformers and the checkpoint's own code
         adapted = "" if adapter_path is None else f" with the adapters in {adapter_path}"
-        raise CheckpointError(f"Cannot load the target at {path}{adapted}: {_reason(error, config)}") from error
+        raise CheckpointError(
+            f"Cannot load the target at {path}{adapted}: {_reason(error, {} if adapted else config)}"
+        ) from error
     if tokenizer is None:
         logger.warning("%s has no tokenizer files, such as tokenizer.json: only token ids can be decoded.", path)
     to_compute_dtype(model)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from importlib import import_module
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def files(tmp_path_factory) -> dict[str, str]:
                   "--prompt-cache-file", names["cache"])  # fmt: skip
     assert kept.exit_code == 0, kept.output
     asked = ["--model", names["target"], "--prompt", PROMPT, *SAMPLED, "--json", "--draft-model", names["drafter"]]
-    names["tenth"] = str(json.loads(invoke("generate", *asked).stdout)["tokens"][9])
+    names["tenth"] = str(json.loads(invoke("generate", *asked, "-m", "10").stdout)["tokens"][9])
     return names
 
 
@@ -180,12 +181,28 @@ def test_adapters_make_another_target_for_drafters_and_caches(files, tmp_path, c
     assert target_fingerprint(adapted) != target_fingerprint(plain)
     for adapters, warned in ([], False), (["--adapter-path", files["adapters"]], True):
         caplog.clear()
-        shown = invoke("generate", "Hi", "--model", files["target"], "--drafter", tmp_path / "drafter", *adapters)
+        given = ["-m", "2", "--model", files["target"], "--drafter", tmp_path / "drafter", *adapters]
+        shown = invoke("generate", "Hi", *given)
         assert shown.exit_code == 0, shown.output
         assert ("trained for another target" in caplog.text) is warned
     given = ["--model", files["target"], "--drafter", files["drafter"], "--adapter-path", files["adapters"]]
     cached = invoke("generate", "Hi", *given, "--prompt-cache-file", files["cache"])
     assert_one_error(cached, "made for another target")
+
+
+def test_adapters_of_another_scale_make_another_target(files, tmp_path):
+    folder = shutil.copytree(files["adapters"], tmp_path / "adapters")
+    about = folder / "adapter_config.json"
+    about.write_text(about.read_text().replace('"scale": 20.0', '"scale": 2.0'))
+    targets = [dflash.load_target(files["target"], adapter_path=path) for path in (files["adapters"], folder)]
+    assert target_fingerprint(targets[0]) != target_fingerprint(targets[1])
+
+
+def test_a_bundled_drafter_is_said_to_be_made_for_the_plain_target(tmp_path, caplog):
+    save_adapters(dflash.load_target("bundled").model, tmp_path / "adapters")
+    shown = invoke("generate", "Hi", "--target", "bundled", "--adapter-path", tmp_path / "adapters", "-m", "3")
+    assert shown.exit_code == 0, shown.output
+    assert "made for the target without adapters" in caplog.text
 
 
 def test_a_traces_target_names_its_adapters(files, tmp_path):

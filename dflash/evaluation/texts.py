@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +21,6 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, wired_limit
 
 from ..core.environment import device_name, package_version
-from ..core.errors import DFlashError
 from ..core.files import atomic_write, flat
 from ..core.progress import progress
 from ..decoding.block import check_committed
@@ -94,6 +94,7 @@ class Texts:
         self._about = identity(target, self.stops)
         self._root = folder or default_folder()
         self.folder = self._root / _sha256(self._about)[:16]
+        self._keeps = True
 
     def answers(self, prompts: Sequence[list[int]], max_tokens: int) -> Iterator[tuple[int, Text]]:
         """The number of each prompt with its text, as soon as it is there: kept ones first.
@@ -139,6 +140,8 @@ class Texts:
         return answer[:max_tokens] if len(answer) >= max_tokens or answer[-1] in self.stops else None
 
     def _keep(self, prompt: list[int], answer: list[int]) -> None:
+        if not self._keeps:
+            return
         kept = {"sha256": _sha256([self._about, prompt, answer]), "answer": answer}
         about = self._about | {"name": str(self.target.folder or "a model in memory")}
         try:
@@ -147,6 +150,7 @@ class Texts:
                     atomic_write(path, partial(Path.write_text, data=json.dumps(value), encoding="utf-8"))
         except OSError as error:
             logger.warning("The texts are not kept: %s", error)
+            self._keeps = False
 
     def _path(self, prompt: list[int]) -> Path:
         return self.folder / f"{_sha256(prompt)[:32]}.json"
@@ -217,23 +221,27 @@ class Kept:
 def kept_texts(folder: Path) -> list[Kept]:
     """What :class:`Texts` kept in ``folder``, the latest used first."""
     found = []
-    for about in folder.glob(f"*/{ABOUT}"):
+    for own in _folders(folder):
         try:
-            name = str(json.loads(about.read_text(encoding="utf-8"))["name"])
+            name = str(json.loads((own / ABOUT).read_text(encoding="utf-8"))["name"])
         except (OSError, ValueError, KeyError, TypeError):
             name = "(damaged)"
-        stats = [stat for _, stat in _texts(about.parent)]
-        used = max((stat.st_mtime for stat in stats), default=about.stat().st_mtime)
-        found.append(Kept(about.parent, name, len(stats), sum(stat.st_size for stat in stats), used))
+        stats = [stat for _, stat in _texts(own)]
+        used = max((stat.st_mtime for stat in stats), default=own.stat().st_mtime)
+        found.append(Kept(own, name, len(stats), sum(stat.st_size for stat in stats), used))
     return sorted(found, key=lambda kept: -kept.used)
 
 
 def delete_texts(folder: Path) -> None:
-    """Delete all that :class:`Texts` kept in ``folder``. Raises ``DFlashError`` for a folder that holds other files."""
-    ours = {about.parent for about in folder.glob(f"*/{ABOUT}")}
-    if others := sorted(path.name for path in folder.glob("*") if path not in ours):
-        raise DFlashError(f"{folder} holds other files, such as {others[0]}; remove by hand what is not needed.")
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete all that :class:`Texts` kept in ``folder``, and nothing else."""
+    for own in _folders(folder):
+        shutil.rmtree(own, ignore_errors=True)
+    with suppress(OSError):  # it holds something else, or is not there
+        folder.rmdir()
+
+
+def _folders(root: Path) -> list[Path]:
+    return [about.parent for about in root.glob(f"*/{ABOUT}") if re.fullmatch("[0-9a-f]{16}", about.parent.name)]
 
 
 def _texts(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -245,7 +253,7 @@ def _texts(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _bound(root: Path, most_bytes: int) -> None:
     """Remove the texts that were not used for longest until the others take at most ``most_bytes``."""
-    texts = [text for about in root.glob(f"*/{ABOUT}") for text in _texts(about.parent)]
+    texts = [text for own in _folders(root) for text in _texts(own)]
     held = sum(stat.st_size for _, stat in texts)
     for path, stat in sorted(texts, key=lambda text: text[1].st_mtime):
         if held <= most_bytes:

@@ -125,6 +125,7 @@ class Generator(server.ResponseGenerator):
                 raise Refused(503, f"{len(self.waiting)} requests wait already; try again later.", code="overloaded")
             self.waiting.append(request.client)
         self._here.client = request.client
+        self._check_alive()
         return super().generate(request, generation_args, progress_callback)
 
     def _await_response(self, response_queue: "Queue[Any]") -> Any:
@@ -132,9 +133,12 @@ class Generator(server.ResponseGenerator):
             try:
                 return response_queue.get(timeout=WAKE_SECONDS)
             except Empty:
-                if not self.generation_available():
-                    raise Refused(503, "The decoding thread has ended; restart the server.") from None
+                self._check_alive()
                 self._here.client.still_waits()
+
+    def _check_alive(self) -> None:
+        if not self.generation_available():
+            raise Refused(503, "The decoding thread has ended; restart the server.")
 
     def _run_generate(self) -> None:
         wait_for_this_thread()

@@ -160,14 +160,11 @@ class Handler(APIHandler):
         return response
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        """Begin a response; mlx-lm's own errors become error objects."""
+        """Begin a response; what mlx-lm would answer with a text is raised again, for an error object."""
         error = sys.exception()
-        if status_code < 400:
-            super()._set_completion_headers(status_code)
-        elif isinstance(error, Refused | OSError):
+        if status_code >= 400 and error is not None:
             raise error
-        else:
-            raise Refused(500 if status_code == 404 else status_code, f"The request failed: {_told(error)}") from error
+        super()._set_completion_headers(status_code)
 
     def end_headers(self) -> None:
         super().end_headers()
@@ -189,7 +186,7 @@ class Handler(APIHandler):
         except OSError as error:
             status = f"client gone ({type(error).__name__})"
         except Exception as error:
-            refused = error if isinstance(error, Refused) else Refused(500, f"The request failed: {_told(error)}")
+            refused = error if isinstance(error, Refused) else Refused(500, f"The request failed: {one_line(error)}")
             status = f"{refused.status} ({type(refused.__cause__ or error).__name__})"
             if not self._sent:
                 self._send(refused.status, refused.body())
@@ -214,7 +211,3 @@ class Handler(APIHandler):
 
     def log_message(self, *_: Any) -> None:
         """Nothing: `_answered` logs each request once, without what is in it."""
-
-
-def _told(error: BaseException | None) -> str:
-    return "without a reason" if error is None else f"{type(error).__name__}: {one_line(error)}"

@@ -169,7 +169,7 @@ def test_a_thread_that_ends_is_told_by_health_and_to_who_waits(gated, monkeypatc
     assert answer(waits)["status"] == 503
     assert time.monotonic() - began < 5
     assert running.send("GET", "/health")[0] == 503
-    with pytest.raises(openai.InternalServerError):
+    with pytest.raises(openai.InternalServerError, match="restart the server"):
         running.complete("AB")
 
 

@@ -205,12 +205,13 @@ def show(
     """
     from itertools import islice
 
+    from ..prompts.conversations import MOST
     from ..training.data.dataset import read_manifest
     from ..training.data.text import read_dataset
 
     rows = read_dataset(folder, split)
     _print_splits(read_manifest(folder))
-    for row in islice(rows, limit):
+    for row in islice(rows, min(limit, MOST)):
         print(f"\n--- {row.number}, {row.split}: {row.tokens} tokens, {row.response_tokens} of them responses")
         for message in row.text["messages"]:
             print(f"[{message['role']}] {message['content']}")

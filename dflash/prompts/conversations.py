@@ -18,6 +18,7 @@ from ..core.files import is_hub_name
 from ..core.values import short
 
 _OURS = ("messages", "prompt", "response", "completion")
+MOST = 2**62  # lines: islice counts no further
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FORMS = '{"prompt": "..."}, {"prompt": "...", "response": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
@@ -113,7 +114,7 @@ def read_conversations(
             f"There is no file {str(source)!r}; expected a JSONL file"
             + (" or a hub dataset such as 'org/name'." if isinstance(source, str) else ".")
         )
-    conversations = [conversation(row, where, template, turns) for where, row in islice(rows, limit)]
+    conversations = [conversation(row, where, template, turns) for where, row in islice(rows, min(limit or MOST, MOST))]
     if not conversations:
         raise DataError(f"{source} is empty; expected lines such as {_FORMS}.")
     return conversations

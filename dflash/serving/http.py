@@ -77,8 +77,8 @@ class Handler(APIHandler):
         if self.path not in COMPLETIONS:
             raise Refused(404, f"There is no {self.path}; expected one of {', '.join(COMPLETIONS)}.")
         length, most = self.headers.get("Content-Length", ""), self.response_generator.cli_args.max_body_bytes
-        if not length.isdecimal():
-            raise Refused(411, "The header Content-Length is missing, or no number.")
+        if not length.isdecimal() or len(length) > 18:
+            raise Refused(411, "The header Content-Length is missing, or no number of bytes.")
         if int(length) > most:
             left = int(length)  # a client that still sends would not read why it is refused
             while left > 0 and (part := self.rfile.read(min(left, 1 << 16))):

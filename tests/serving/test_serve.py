@@ -2,10 +2,12 @@
 
 import json
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from support.cli import assert_one_error, invoke
 
 from dflash.bundled import REAL
 from dflash.errors import IncompatibleModelsError
@@ -204,6 +206,7 @@ def test_after_all_that_the_server_answers(server, decoder):
         ("PUT", "/v1/models", b"{}", {}, 501),
         ("POST", "/v1/completions", b"x" * 5_000_000, {}, 413),
         ("POST", "/v1/completions", None, {"Content-Length": "-5"}, 411),
+        ("POST", "/v1/completions", None, {"Content-Length": "9" * 5000}, 411),
         ("POST", "/v1/completions", b'{"prompt": ["a", "b"]}', {}, 400),
         ("POST", "/v1/completions", b'{"prompt": ""}', {}, 400),
         ("POST", "/v1/completions", b"{}", {}, 400),
@@ -266,6 +269,14 @@ def test_a_named_drafter_that_does_not_fit_is_an_error_at_start(here):
 def test_a_port_that_is_taken_is_one_line(server):
     with pytest.raises(AssertionError, match=r"error: .*in use"), process("--port", str(server.port)):
         pass
+
+
+def test_without_the_extra_and_with_bad_numbers_there_is_one_line(monkeypatch):
+    assert_one_error(invoke("serve", "--max-queue", 0), "max_queue must be a whole number of at least 1")
+    for name in ("counts", "engine", "generator", "http", "server"):
+        monkeypatch.delitem(sys.modules, f"dflash.serving.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert_one_error(invoke("serve"), "install the extra 'serve'")
 
 
 def test_ctrl_c_ends_the_server_and_tells_who_waits_for_an_answer():

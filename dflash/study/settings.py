@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.errors import DFlashError, did_you_mean
+from ..core.option import all_names, named
 from ..core.parts import Part
 from ..core.settings import (
     Checked,
@@ -233,7 +234,7 @@ def _known_settings(study: Study) -> list[str]:
 def _decoding(study: Study, decode: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The drafter's settings, and the options of decoding."""
     for name in decode:
-        if name not in DECODE_SETTINGS and name != "temperature":
+        if name not in DECODE_SETTINGS and name not in all_names(DecodeOptions):
             raise SettingsError(f"decode: unknown key {name!r}; {did_you_mean(name, DECODE_SETTINGS)}")
     given = {name: _as_text(name, value) for name, value in decode.items() if value is not None}
     for name, least in _LEAST.items():
@@ -243,8 +244,7 @@ def _decoding(study: Study, decode: Mapping[str, Any], seed: int) -> tuple[dict[
     if study.recipe is not None and drafter.setdefault("drafter", TRAINED) != TRAINED:
         raise SettingsError("decode.drafter and recipe both say who drafts; leave one of them out.")
     drafter.setdefault("drafter", BUNDLED)
-    options = {"temp" if name == "temperature" else name: value for name, value in given.items()}
-    options = {"max_tokens": MAX_TOKENS} | options
+    options = {"max_tokens": MAX_TOKENS} | named(DecodeOptions, given)
     if not decode_options(options).greedy:
         options = {"seed": seed} | options
     return drafter, options

@@ -94,6 +94,13 @@ def test_what_target_or_drafter_cannot_do_is_refused_before_anything_is_written(
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.5), ("stop", ["x"])])
+def test_a_study_knows_options_by_all_of_their_names(make, name, value):
+    own = {"temperature": "temp", "stop": "stop_strings"}[name]
+    (cell,) = make_cells(make(recipe=None, vary={f"decode.{name}": [value]}))
+    assert (cell.options[own], name in cell.options) == (value, False)
+
+
 def test_a_study_without_a_recipe_decodes_what_is_there(make):
     (cell,) = make_cells(make(recipe=None, vary={"decode.drafter": ["ngram"]}))
     assert (cell.drafter, cell.recipe) == ({"drafter": "ngram"}, None)

@@ -145,6 +145,11 @@ def list_texts(
     """List the texts that dflash eval, train and compare keep, or delete them.
 
     They take at most 256 MB; those that were not used for longest make room.
+
+    Examples:
+
+    dflash texts
+    dflash texts --delete
     """
     from rich.table import Table
 

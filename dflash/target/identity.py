@@ -53,6 +53,8 @@ def model_fingerprint(model: nn.Module) -> str:
     total = hashlib.sha256()
     args = getattr(model, "args", None)
     total.update(json.dumps([getattr(model, "model_type", ""), _own_fields(args)], sort_keys=True).encode())
+    if scales := {name: layer.scale for name, layer in model.named_modules() if "lora_a" in layer}:
+        total.update(json.dumps(scales, sort_keys=True).encode())  # how much adapters count is among no weights
     weights = dict(sorted(flat(model.parameters()).items()))
     values = [w.reshape(-1)[:: max(1, w.size // _VALUES)] for w in weights.values()]
     values = [v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v for v in values]

@@ -200,6 +200,7 @@ def test_stop_strings_end_decoding_wherever_blocks_and_tokens_end(here, stop, st
     assert (text, finish) == (ANSWER.split(stop)[0], "stop")
     assert last.usage.completion_tokens == alone[-1].generation_tokens
     assert running.metric("vllm:generation_tokens_total") == alone[-1].generation_tokens
+    until(lambda: b'finished_reason="stop"} 1.0' in running.send("GET", "/metrics")[1])
 
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Łódź"}}</tool_call>'

@@ -114,15 +114,15 @@ def test_five_turns_read_only_what_is_new(server, decoder):
 
 
 def test_the_same_prompt_again_and_a_prompt_that_is_kept_whole_are_answered(server, decoder):
-    """mlx-lm issue 1215: nothing is left to read."""
+    """mlx-lm issue 1215: nothing is left to read. The last token of an answer is not in the caches."""
     prompt = "def add(a, b):"
     first = server.complete(prompt, max_tokens=12).choices[0].text
     assert server.complete(prompt, max_tokens=12).choices[0].text == first
-    longer = prompt + first
-    for _ in range(2):
+    kept = server.complete(prompt, max_tokens=11).choices[0].text
+    for longer in (prompt + kept, prompt + first, prompt + first):
         answer = server.complete(longer, max_tokens=12)
         assert answer.choices[0].text == decoder.generate(longer, 12, chat=False)
-    assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
+        assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
     assert server.send("GET", "/health")[0] == 200
 
 

@@ -94,20 +94,19 @@ def with_options(registry: Registry[Any], text: str, arguments: int) -> Any:
     Raises :class:`DFlashError` as :func:`make` does.
     """
     named = Part.read(text)
-    found = registry.get(named.name)
+    found, what = registry.get(named.name), f"{registry.what} {named.name!r}"
     if inspect.isclass(found):
         return make(registry, text)
-    if not named.options:
-        return found
-    what = f"{registry.what} {named.name!r}"
-    if not inspect.isroutine(found):  # an object, which has methods that a partial would hide
+    if named.options and callable(found) and not inspect.isroutine(found):  # its methods would be hidden by a partial
         raise DFlashError(f"The {what} is an object and takes no options; a class takes those of its constructor.")
     check_options(what, found, named.options, arguments)
-    return partial(found, **named.options)
+    return partial(found, **named.options) if named.options else found
 
 
 def check_options(what: str, part: Callable[..., Any], options: Mapping[str, Any], arguments: int = 0) -> None:
     """Raise :class:`DFlashError` unless ``part`` takes ``options`` as keywords beside its ``arguments`` others."""
+    if not callable(part):
+        raise DFlashError(f"The {what} is of type {type(part).__name__}; expected a class or a function.")
     try:
         signature = inspect.signature(part)
     except ValueError:  # compiled code; it tells when it is called

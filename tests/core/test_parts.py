@@ -70,6 +70,9 @@ class Strict:
             raise GenerationError("size must be at least 0.")
         self.size, self.scale = size + 0, scale
 
+    def __call__(self, number: int) -> int:
+        return self.size * number
+
 
 @pytest.fixture
 def rules():
@@ -78,6 +81,8 @@ def rules():
     registry.register("plus")(lambda number, more=1, times=1: (number + more) * times)
     registry.register("object")(Strict(3))
     registry.register("bare")(lambda number: number)
+    registry.register("needs")(lambda number, most: number)
+    registry.register("number")(3)
     return registry
 
 
@@ -102,12 +107,20 @@ def test_a_class_is_made_and_a_function_called_with_its_options(rules):
         ("strict:size=abc", "The rule 'strict' cannot be made: TypeError: "),
         ("strict:size=-1", "size must be at least 0."),
         ("object:size=1", "The rule 'object' is an object and takes no options"),
+        ("needs", "The rule 'needs' needs a value for its option 'most'."),
+        ("number", "The rule 'number' is of type int; expected a class or a function."),
     ],
 )
 def test_options_that_do_not_fit_name_those_that_would(rules, text, words):
     with pytest.raises(DFlashError) as error:
         with_options(rules, text, 1)
     refused(error, words)
+
+
+def test_an_object_makes_nothing(rules):
+    with pytest.raises(DFlashError) as error:
+        make(rules, "number")
+    refused(error, "The rule 'number' is of type int; expected a class or a function.")
 
 
 def test_what_has_no_signature_is_left_to_its_call():

@@ -282,4 +282,5 @@ def _record(blocks: Sequence[Block], drafted: int, verified: int, seconds: float
         confidence=None,
         seconds=seconds,
         outcomes={i: r / t for i, (r, t) in enumerate(zip(right, tried, strict=True)) if t},
+        rows=len(blocks),
     )

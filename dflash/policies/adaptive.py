@@ -72,7 +72,9 @@ class Record:
         """Add a block's time and its drafts' outcomes; returns the times of its length."""
         times = self.times.setdefault(block.verified, Times())
         times.add(now, block.seconds)
-        if block.accepted == block.verified or (block.accepted and times.typical < math.inf):
+        # With many rows a draft may cost as much as a step, so a batch tries a longer block once the time is known.
+        whole = block.accepted == block.verified and block.rows == 1
+        if whole or (block.accepted and times.typical < math.inf):
             self.reach = max(self.reach, 2 * block.verified)
         outcomes = block.known_outcomes
         keep, new = 1 - 1 / MEMORY, [0.0] * (max(outcomes, default=-1) + 1 - len(self.tried))

@@ -45,6 +45,7 @@ class BlockRecord:
         outcomes: For each draft that directly follows a committed token, verified or not: whether it is what was
             committed next; in a batch, in which share of the rows that got so far. ``None`` for a chain with
             ``matched`` leading drafts.
+        rows: Texts that were decoded at once.
     """
 
     drafted: int
@@ -56,6 +57,7 @@ class BlockRecord:
     source: str = ""
     asleep: bool = False
     outcomes: Mapping[int, float] | None = None
+    rows: int = 1
 
     @property
     def known_outcomes(self) -> Mapping[int, float]:

@@ -11,7 +11,7 @@ from dflash.core.errors import DFlashError, GenerationError
 from dflash.decoding.block import Decoding
 from dflash.decoding.loop import decode, prefill
 from dflash.policies.adaptive import Adaptive
-from dflash.policies.base import POLICIES, Fixed
+from dflash.policies.base import POLICIES, BlockRecord, Drafts, Fixed
 
 
 def test_confidence_is_the_probability_of_each_draft():
@@ -201,3 +201,16 @@ def test_of_drafts_that_were_drawn_a_policy_is_told_what_they_were_drawn_from():
     expected = np.concatenate([confidence for confidence in told if confidence])
     assert (expected > 1 / 32).all()
     assert (expected < 1).all()
+
+
+@pytest.mark.parametrize(("rows", "lengths"), [(1, [1, 2, 4, 8]), (8, [1, 1, 1, 2, 2, 2, 4])])
+def test_a_batch_tries_a_longer_block_once_the_time_of_the_present_one_is_known(rows, lengths):
+    policy = Adaptive()
+    for _ in range(10):
+        policy.observe(BlockRecord(0, 0, 0, 0, None, 1.0, asleep=True))
+    tried = []
+    while len(tried) < len(lengths):
+        tried.append(policy.verify_length(Drafts(min(policy.draft_length(15), 15))))
+        right = dict.fromkeys(range(tried[-1]), 1.0)
+        policy.observe(BlockRecord(tried[-1], *[tried[-1]] * 3, None, 1.0, outcomes=right, rows=rows))
+    assert tried == lengths

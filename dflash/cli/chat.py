@@ -53,7 +53,7 @@ def chat(models: ModelOptions, form: PromptFormat, decoding: DecodeOptions) -> N
 
     dflash chat --target smollm2 --system "Answer in French." --temp 0.7
 
-    printf 'Hello\\n/stats\\n' | dflash chat
+    dflash chat < questions.txt
     """
     decoder = loading.load_decoder(models)
     if decoder.tokenizer is None or not decoder.tokenizer.has_chat_template:

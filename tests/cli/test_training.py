@@ -55,7 +55,7 @@ class Loaded(Exception):
 def test_code_of_a_target_runs_only_where_the_command_line_trusts_it(place, monkeypatch, module, args):
     trusted = []
 
-    def load(path, trust_remote_code=False):
+    def load(path, trust_remote_code=False, adapter_path=None):
         trusted.append(trust_remote_code)
         raise Loaded
 

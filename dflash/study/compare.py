@@ -85,7 +85,7 @@ def compare(
     prompts (:mod:`~dflash.evaluation.replay`): ``prompts``, or the held-out ones of the first run's dataset, at most
     ``limit``.
 
-    Raises ``DFlashError`` for folders that hold no run, and runs of different targets.
+    Raises ``DFlashError`` for folders that hold no run, runs of different targets, and answers of one token each.
     """
     recipes = [recorded_recipe(folder) for folder in folders]
     changes = [differences(recipes[0], recipe) for recipe in recipes[1:]]
@@ -170,6 +170,8 @@ def _acceptance(
 ) -> list[dict[str, Any]]:
     """Each drafter's acceptance, that over the first one's on the same prompts, and its blocks."""
     texts = Texts(target).all(prompts, max_tokens)
+    if all(len(text.answer) < 2 for text in texts):
+        raise DFlashError("No answer was long enough for a block, so there is no acceptance to measure.")
     own = list(zip(*progress(measure_on(target, drafters, texts), "compare", len(texts)), strict=True))
     lengths = [Ratio.of([a.committed for a in parts], [a.blocks for a in parts]) for parts in own]
     return [

@@ -72,6 +72,7 @@ def test_the_command_prints_settings_curves_and_intervals_and_draws(runs, tmp_pa
     (tmp_path / "five.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in "ABCDE"))
     enough = invoke("compare", *runs, "--prompts", tmp_path / "five.jsonl", "--max-tokens", 3).stdout
     assert enough.endswith("5 prompts decoded.\n")
+    assert_one_error(invoke("compare", *runs, "--max-tokens", 1), "No answer was long enough for a block")
 
 
 @pytest.mark.parametrize("command", [["compare", "--no-decode"], ["runs"]])

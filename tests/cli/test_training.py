@@ -37,7 +37,10 @@ class Loaded(Exception):
         ("target", ["generate", "Hi", "--target", "{place}/target"]),
         ("target", ["bench", "--target", "{place}/target"]),
         ("target", ["eval", "--target", "{place}/target"]),
-        ("target", ["cache-prompt", "Hi", "--prompt-cache-file", "{place}/c.safetensors", "--target", "{place}/target"]),
+        (
+            "target",
+            ["cache-prompt", "Hi", "--prompt-cache-file", "{place}/c.safetensors", "--target", "{place}/target"],
+        ),
         ("target", ["demo", "--target", "{place}/target"]),
         ("target", ["doctor", "--target", "{place}/target"]),
         ("target", ["prepare", "{place}/one.jsonl", "{place}/prepared", "--target", "{place}/target"]),

@@ -3,12 +3,13 @@
 import logging
 from itertools import count
 
+import mlx.core as mx
 import pytest
 from support.errors import refused
 from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter, wrapped_tokenizer
 from support.rows import Script
 
-from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, Policy, read_conversations
+from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, Policy, Proposal, read_conversations
 from dflash.bench import HELDOUT
 from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.combined import CombinedDrafter
@@ -146,6 +147,33 @@ def test_a_drafter_for_one_text_is_asked_for_each_and_that_is_said(name, texts, 
     with caplog.at_level(logging.INFO, "dflash"):
         assert decoder.batch_generate(PROMPTS, batch_size=3, policy="full") == texts
     assert f"{name} drafts for one text after another" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [-1, 9999])
+def test_ids_outside_the_vocabulary_are_refused_as_alone(wrong):
+    class Wrong(Script):
+        def propose(self, anchor, length, cache):
+            return Proposal(mx.array([[1, wrong, 1]]))
+
+    decoder = DFlashSpeculativeDecoder(qwen3_model(3, TEXT_VOCAB), Wrong([], [], TEXT_VOCAB), wrapped_tokenizer())
+    for decode in (decoder.generate, decoder.batch_generate):
+        with pytest.raises(DFlashError, match=f"Wrong proposed the token id {wrong}"):
+            decode("a" if decode == decoder.generate else PROMPTS, policy="full")
+
+
+class Sampler:
+    """A sampler without a hash."""
+
+    __hash__ = None
+
+    def __call__(self, logprobs):
+        assert logprobs.shape[0] == 1
+        return mx.argsort(logprobs, axis=-1)[:, -2]
+
+
+def test_a_sampler_of_ones_own_gets_one_position_at_a_time(decoder):
+    expected = [decoder.generate(prompt, sampler=Sampler()) for prompt in PROMPTS]
+    assert decoder.batch_generate(PROMPTS, sampler=Sampler()) == expected
 
 
 # --- the default policy: costs of so many rows decide ------------------------------------------------------

@@ -24,9 +24,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 
-from ..drafters.checks import check_drafted
 from ..drafters.protocol import Drafter
-from ..drafters.rows import NO_DRAFT, TextByText, for_batches
+from ..drafters.rows import TextByText, drafts_of_row, for_batches
 from ..policies.base import BlockRecord, Drafts, Policy
 from ..target import LoadedTargetModel
 from .block import Block, call_policy, check_committed
@@ -141,8 +140,7 @@ class SpeculativeBatch(GenerationBatch):
         anchors, drafts, own = (cast(list[Any], tokens.tolist()) for tokens in (anchors_B, drafts_BK, own_BL))
         blocks, reasons, kept, following = [], [], [], []
         for row, anchor in enumerate(anchors):
-            drafted = [token for token in drafts[row] if token != NO_DRAFT]
-            check_drafted(drafter, drafted, target.vocab_size)
+            drafted = drafts_of_row(drafter, drafts[row], target.vocab_size)
             accepted = accepted_length(drafted, own[row])
             check_committed(target, own[row][: accepted + 1])
             tokens, reason = self._until_end(row, [anchor, *drafted[:accepted]])

@@ -65,8 +65,8 @@ def stream_requests(
 
 def _by_row(samplers: Sequence[Sampler]) -> list[Sampler]:
     """The samplers as mlx-lm gets them: rows that share one are sampled in one call, which not every one allows."""
-    shared: dict[Sampler, Sampler] = {GREEDY: GREEDY}
-    for sampler in samplers:
-        if isinstance(sampler, DrawingSampler):
-            shared.setdefault(sampler, sampler)
-    return [shared.get(sampler) or partial(sampler) for sampler in samplers]
+    drawing: dict[DrawingSampler, DrawingSampler] = {}
+    return [
+        drawing.setdefault(s, s) if isinstance(s, DrawingSampler) else s if s is GREEDY else partial(s)
+        for s in samplers
+    ]

@@ -9,11 +9,14 @@ from typing import Any
 import mlx.core as mx
 
 from ..core.errors import GenerationError
-from .checks import proposed_tokens
+from .checks import check_drafted, proposed_tokens
 from .protocol import BatchDrafter, Drafter, Proposal
 
 NO_DRAFT = -1
 """Stands where a text of a batch has fewer drafts than others."""
+
+_OF_ONE_TEXT = (("propose", "propose_rows"), ("draft_hidden", "propose_rows"), ("extend_context", "extend_rows"))
+"""What does for one text what another method does for several."""
 
 
 class Ragged:
@@ -113,10 +116,25 @@ class TextByText:
 def for_batches(drafter: Drafter) -> BatchDrafter:
     """The drafter itself if it drafts for several texts in one pass, or else text by text.
 
-    A subclass that proposes in its own way, and says nothing of batches, drafts text by text too.
+    A subclass that drafts for one text in its own way, and says nothing of batches, drafts text by text too.
     """
-    if not isinstance(drafter, BatchDrafter):
-        return TextByText(drafter)
     order = type(drafter).__mro__
-    single, rows = (next(i for i, c in enumerate(order) if name in vars(c)) for name in ("propose", "propose_rows"))
-    return TextByText(drafter) if single < rows else drafter
+
+    def newest(method: str) -> int:
+        return next((i for i, owner in enumerate(order) if method in vars(owner)), len(order))
+
+    if isinstance(drafter, BatchDrafter) and all(newest(rows) <= newest(one) for one, rows in _OF_ONE_TEXT):
+        return drafter
+    return TextByText(drafter)
+
+
+def drafts_of_row(drafter: BatchDrafter, drafted: list[int], vocab_size: int) -> list[int]:
+    """A text's drafts, without what stands for missing ones after them.
+
+    Raises ``GenerationError`` if an id is outside the target's vocabulary.
+    """
+    count = len(drafted)
+    while count and drafted[count - 1] == NO_DRAFT:
+        count -= 1
+    check_drafted(drafter.drafter if isinstance(drafter, TextByText) else drafter, drafted[:count], vocab_size)
+    return drafted[:count]

@@ -21,10 +21,9 @@ from mlx_lm.generate import wired_limit
 from ..decoding.loop import PREFILL_STEP_SIZE
 from ..drafters.autoregressive import agreeing
 from ..drafters.blocks import draft_hidden
-from ..drafters.checks import check_drafted
 from ..drafters.dflash import DFlashDraftModel
 from ..drafters.protocol import Drafter, Proposal
-from ..drafters.rows import NO_DRAFT, TextByText, for_batches
+from ..drafters.rows import TextByText, drafts_of_row, for_batches
 from ..generate import DFlashSpeculativeDecoder
 from ..target import LoadedTargetModel
 from .acceptance import Acceptance
@@ -175,8 +174,7 @@ def _walk(decoder: DFlashSpeculativeDecoder, texts: Sequence[Text], features: Fe
             drafts = drafter.propose_rows(anchors_B, max(lengths), layers).tokens.tolist()
         counts = []
         for row, length, drafted in zip(rows, lengths, drafts, strict=True):
-            known = [token for token in drafted[:length] if token != NO_DRAFT]
-            check_drafted(decoder.draft_model, known, vocab_size)
+            known = drafts_of_row(drafter, drafted[:length], vocab_size)
             found[row].append(block := _judged(texts[row], at[row], known))
             counts.append(block.committed)
             at[row] += block.committed
@@ -205,7 +203,7 @@ def _every(decoder: DFlashSpeculativeDecoder, texts: Sequence[Text], features: F
     """The blocks after every token but the last; drafts after the text's end do not count."""
     drafter, length, found = decoder.draft_model, decoder.block_size - 1, []
     for text, own in zip(texts, features, strict=True):
-        if isinstance(drafter, DFlashDraftModel) and not _limited(drafter):
+        if isinstance(drafter, DFlashDraftModel) and for_batches(drafter) is drafter and not _limited(drafter):
             proposals = _in_passes(drafter, text, own, length)
         else:
             proposals = _one_by_one(drafter, text, own, length)

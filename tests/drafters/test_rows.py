@@ -86,12 +86,9 @@ def test_other_drafters_draft_text_by_text():
     assert drafts == [[1, 2, 3], [NO_DRAFT] * 3]  # the second text repeats nothing
 
 
-class OwnProposal(DFlashDraftModel):
-    def propose(self, anchor, length, cache):
-        return super().propose(anchor, length, cache)
-
-
-def test_a_subclass_that_proposes_in_its_own_way_is_asked_for_each_text():
+@pytest.mark.parametrize("method", ["propose", "draft_hidden", "extend_context"])
+def test_a_subclass_that_drafts_in_its_own_way_is_asked_for_each_text(method):
+    own = type("Own", (DFlashDraftModel,), {method: getattr(DFlashDraftModel, method)})
     assert for_batches(random_drafter(0)).__class__ is DFlashDraftModel
-    assert isinstance(for_batches(OwnProposal(random_drafter(0).config)), TextByText)
+    assert isinstance(for_batches(own(random_drafter(0).config)), TextByText)
     assert isinstance(for_batches(ScriptedDrafter([1], 4)), TextByText)

@@ -107,6 +107,28 @@ def test_every_anchor_has_the_block_that_its_drafter_would_draft(kind, tmp_path,
         np.testing.assert_allclose(every[20].chances, np.array(expected)[: every[20].verified], atol=1e-3)
 
 
+OWN = {
+    "propose": lambda self, anchor, length, cache: Proposal(mx.full((1, length), 1)),
+    "draft_hidden": lambda self, *args: super(type(self), self).draft_hidden(*args)[..., ::-1],
+    "extend_context": lambda self, features, *rest: super(type(self), self).extend_context(features * 0, *rest),
+}
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_a_subclass_that_drafts_in_its_own_way_is_scored_in_that_way(method, tmp_path, monkeypatch):
+    decoder = decoder_of("dflash", monkeypatch)
+    drafter = decoder.draft_model
+    texts = Texts(decoder.loaded_target, [], tmp_path).all(PROMPTS, 20)
+    found = list(replay([decoder], texts))
+    drafter.__class__ = type("Own", (type(drafter),), {method: OWN[method]})
+    walks = list(replay([decoder], texts))
+    assert walks != found
+    for (walk,), (every,) in zip(walks, replay([decoder], texts, True), strict=True):
+        assert all(min(every[block.at].right, block.verified) == block.right for block in walk)
+    decoded = measure_each(decoder.loaded_target, drafter, PROMPTS, 20, stop_token_ids=[])
+    assert [plain(counts(blocks, decoder.block_size)) for (blocks,) in walks] == [plain(part) for part in decoded]
+
+
 def test_several_drafters_share_a_reading_and_each_gets_its_own_layers(tmp_path, monkeypatch):
     first = decoder_of("dflash", monkeypatch)
     other = random_drafter("dflash", 5)

@@ -39,8 +39,7 @@ def load_decoders(models: ModelOptions, drafters: Sequence[str]) -> dict[str, "D
         raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(names)}.")
     for name in names:
         replace(models, drafter=name).check_drafter()
-    alone = {name: name.removeprefix(COMBINED) for name in names}
-    for_any_target = (name for name in names if alone[name] == BUNDLED or needs_no_files(alone[name]))
+    for_any_target = (n for n in names if (own := n.removeprefix(COMBINED)) == BUNDLED or needs_no_files(own))
     target = replace(models, drafter=next(for_any_target, names[0])).load_target()
     state = RandomState.now()
     decoders = {

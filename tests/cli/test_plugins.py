@@ -37,7 +37,7 @@ def commands(pair, prompts):
     return of
 
 
-@pytest.mark.parametrize("drafter", ["bigram", "bigram:block_size=4", "ngram+bigram", "ngram:sizes=[3, 1]", "ngram"])
+@pytest.mark.parametrize("drafter", ["bigram", "ngram+bigram:block_size=4", "ngram:sizes=[3, 1]"])
 def test_a_drafter_without_files_works_by_its_name_in_every_command(drafter, commands):
     for name, command in commands(drafter).items():
         result = with_plugin(*command)

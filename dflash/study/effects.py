@@ -144,7 +144,8 @@ def _effect(name: tuple[str, str, str, str, str, str], pairs: Sequence[Pair], ce
 def _with_dependence(effect: Effect, pairs: Sequence[Pair], cells: Sequence[CellAnswers]) -> list[Effect]:
     """The effect, and those within the levels of each factor that it depends on.
 
-    It does where a level's ratio is outside the interval over all levels, and that ratio outside the level's.
+    It does where a level's ratio is outside the interval over all levels, and that ratio outside the level's. Within a
+    level, noise between seeds is that of the cells there: a drafter can have luck with one way of decoding.
     """
     name = (effect.factor, effect.before, effect.after, effect.prompts, effect.metric)
     depends_on, inside = [], []
@@ -152,7 +153,8 @@ def _with_dependence(effect: Effect, pairs: Sequence[Pair], cells: Sequence[Cell
         levels = _grouped((before.planned.cell.levels[factor], (before, after)) for before, after in pairs)
         if factor == effect.factor or len(levels) < 2:
             continue
-        own = [_effect((*name, f"{short_name(factor)} {label}"), some, cells) for label, some in levels.items()]
+        alike = _grouped((cell.planned.cell.levels[factor], cell) for cell in cells)
+        own = [_effect((*name, f"{short_name(factor)} {label}"), some, alike[label]) for label, some in levels.items()]
         if any(
             not one.ratio.contains(effect.ratio.value) and not effect.ratio.contains(one.ratio.value) for one in own
         ):

@@ -130,6 +130,20 @@ def test_an_effect_that_depends_on_another_factor_is_shown_within_its_levels(las
     assert within == (pytest.approx(expected) if depends else {})
 
 
+@pytest.mark.parametrize(("lucky", "depends"), [(20, True), (24, False)])
+def test_a_drafters_luck_with_one_way_of_decoding_is_no_dependence_on_it(lucky, depends):
+    """By way b, y has twice the length of x. One drafter of each level is ``lucky`` by way a, the other by way b."""
+    lengths = {(0, "a"): lucky, (1, "a"): 20, (0, "b"): 20, (1, "b"): lucky}
+    cells = [
+        trained(level, n * (1 + (level == "y" and way == "b")), seed, way)
+        for level in "xy"
+        for (seed, way), n in lengths.items()
+    ]
+    effect = effects_of(cells, factor="xy", other="ab")["x", "y"]
+    assert effect.ratio.value == pytest.approx(math.sqrt(2))
+    assert effect.depends_on == (("other",) if depends else ())
+
+
 def test_a_speed_is_compared_prompt_by_prompt_and_a_stall_moves_nothing():
     cells = [cell(level, [10] * 7, other=other) for other in "ab" for level in "xy"]
     for number, factor in ((1, 2.0), (3, 8.0)):

@@ -161,6 +161,17 @@ def test_ids_outside_the_vocabulary_are_refused_as_alone(wrong):
             decode("a" if decode == decoder.generate else PROMPTS, policy="full")
 
 
+@pytest.mark.parametrize("policy", ["full", 0])
+def test_logits_that_stop_being_numbers_are_told_of(policy):
+    decoder = DFlashSpeculativeDecoder(
+        qwen3_model(3, TEXT_VOCAB), random_drafter(1, TEXT_VOCAB), wrapped_tokenizer(), max_tokens=12
+    )
+    decoder.batch_generate(PROMPTS)  # the target has passed its trial
+    decoder.target_model.model.norm.weight = decoder.target_model.model.norm.weight * mx.nan
+    with pytest.raises(DFlashError, match="logits are not a number"):
+        decoder.batch_generate(PROMPTS, policy=policy)
+
+
 class Sampler:
     """A sampler without a hash."""
 

@@ -212,6 +212,9 @@ class SpeculativeBatch(GenerationBatch):
         policy.observe(BlockRecord(0, 0, 0, 0, None, self.model.clock() - started, asleep=True))
         if len(self._waiting) >= WAITING:
             self._settle()
+        for last in (a for a in answers if a.finish_reason and a.logprobs is not None):
+            if mx.isnan(last.logprobs[0]).item():  # NaN stays NaN; a look at every step would make the host wait
+                check_committed(self.model.target, [NO_TOKEN])
         return [
             RowBlock(a.uid, Block([], [a.token], 0, asleep=True), a.finish_reason, a.prompt_cache, a.all_tokens)
             for a in answers

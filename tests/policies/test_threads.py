@@ -52,6 +52,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
+def test_logits_that_are_not_a_number_do_not_stop_a_decoder_from_being_made(machine):
+    machine.bits = dict.fromkeys([(count, tokens) for count in (1, 2) for tokens in (1, 16)], float("nan"))
+    assert machine.choose().count == 2
+
+
 @pytest.mark.parametrize(("seconds", "count"), [(QUIET, 2), (BUSY, 1)], ids=["quiet", "busy"])
 def test_decoding_runs_with_the_quickest_count_and_the_process_gets_its_own_back(machine, seconds, count):
     machine.seconds = seconds

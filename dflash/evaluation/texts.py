@@ -136,7 +136,8 @@ class Texts:
         except (OSError, ValueError, KeyError, TypeError):
             logger.warning("%s is damaged; the text is written again.", path)
             return None
-        os.utime(path)  # it is used
+        with suppress(OSError):  # a folder of somebody else's; or another process removed it
+            os.utime(path)  # it is used
         return answer[:max_tokens] if len(answer) >= max_tokens or answer[-1] in self.stops else None
 
     def _keep(self, prompt: list[int], answer: list[int]) -> None:
@@ -258,7 +259,8 @@ def _bound(root: Path, most_bytes: int) -> None:
     for path, stat in sorted(texts, key=lambda text: text[1].st_mtime):
         if held <= most_bytes:
             return
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
         held -= stat.st_size
 
 

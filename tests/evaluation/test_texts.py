@@ -177,3 +177,16 @@ def test_a_folder_that_cannot_be_written_to_costs_only_the_keeping(tmp_path, cap
     expected = [plain_greedy(loaded.model, prompt, 12)[0] for prompt in PROMPTS]
     assert answers(Texts(loaded, [], tmp_path / "file" / "texts")) == expected
     assert caplog.text.count("The texts are not kept") == 1
+
+
+def test_a_folder_that_may_only_be_read_serves_its_texts(tmp_path, written, monkeypatch):
+    loaded = target()
+    expected = answers(Texts(loaded, [], tmp_path))
+
+    def forbidden(*_args, **_options):
+        raise PermissionError
+
+    for owner, name in ((os, "utime"), (texts, "atomic_write"), (texts.Path, "unlink")):
+        monkeypatch.setattr(owner, name, forbidden)
+    assert answers(Texts(loaded, [], tmp_path, most_bytes=0), 12, [*PROMPTS, [5]])[: len(PROMPTS)] == expected
+    assert written == [*PROMPTS, [5]]

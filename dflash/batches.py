@@ -37,9 +37,10 @@ def stream_batch(
     require_count("batch_size", batch_size, 1)
     if decoder.tokenizer is None:
         raise GenerationError("This decoder has no tokenizer; pass one, or token ids to spec_generate, one by one.")
-    if isinstance(prompts, str) or (each is not None and len(each) != len(prompts)):
-        got = "one text" if isinstance(prompts, str) else f"{len(prompts)} prompts and {len(each or ())} options"
-        raise GenerationError(f"A batch is a list of prompts, and each a list of as many options, got {got}.")
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+        raise GenerationError(f"A batch is a list of prompts, got {type(prompts).__name__}; give a list.")
+    if each is not None and len(each) != len(prompts):
+        raise GenerationError(f"each is a list of as many options as prompts, got {len(prompts)} and {len(each)}.")
     of_prompts = {name: value for name, value in options.items() if name in OF_PROMPTS}
     common = {name: value for name, value in options.items() if name not in OF_PROMPTS}
     wanted = decoder._request_options(common)

@@ -202,8 +202,9 @@ class DFlashSpeculativeDecoder:
 
     def batch_generate(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
         """The target's answers to all ``prompts``, in their order; options and errors as in :meth:`stream_batch`."""
+        responses = self.stream_batch(prompts, **options)
         texts = [""] * len(prompts)
-        for number, response in self.stream_batch(prompts, **options):
+        for number, response in responses:
             texts[number] += response.text
         return texts
 

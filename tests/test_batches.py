@@ -71,7 +71,7 @@ def test_a_response_is_a_token_of_the_targets_and_the_accepted_drafts(decoder):
         }.items()),
         ({"seed": 1, "temperature": 0.5}, ("seed", "one prompt at a time")),
         ({"each": [{"policy": "full"}] * len(PROMPTS)}, ("policy", "whole batch")),
-        ({"each": [{}]}, ("5 prompts and 1 options",)),
+        ({"each": [{}]}, ("as many options as prompts, got 5 and 1",)),
         ({"batch_size": 0}, ("batch_size", "at least 1")),
         ({"max_tokens": 10**6}, ("exceeds the limit",)),
     ],
@@ -80,6 +80,12 @@ def test_what_works_with_one_text_only_is_refused_at_once(decoder, options, word
     with pytest.raises(DFlashError) as error:
         decoder.stream_batch(PROMPTS, **options)
     refused(error, *words)
+
+
+@pytest.mark.parametrize(("prompts", "kind"), [("a", "str"), (iter("ab"), "iterator"), (None, "NoneType")])
+def test_prompts_that_are_no_list_are_refused(decoder, prompts, kind):
+    with pytest.raises(DFlashError, match=f"list of prompts, got .*{kind}"):
+        decoder.batch_generate(prompts)
 
 
 class Begun(Policy):

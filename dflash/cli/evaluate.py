@@ -185,14 +185,21 @@ def _decoders(
     models: ModelOptions, drafters: Sequence[str], block_sizes: Sequence[int]
 ) -> dict[str, "DFlashSpeculativeDecoder"]:
     """A decoder for each drafter and block size, by their names."""
+    from ..drafters.combined import CombinedDrafter
     from ..generate import DFlashSpeculativeDecoder
 
     models = replace(models, block_size=block_sizes[0] if block_sizes else None)
     decoders = loading.load_decoders(models, drafters)
     if len(block_sizes) < 2:
         return decoders
+
+    def fresh(drafter: Any) -> Any:  # what a combined drafter learns in blocks of one size must not count in another
+        return CombinedDrafter(drafter.model) if isinstance(drafter, CombinedDrafter) else drafter
+
     return {
-        f"{name}, blocks of {size}": DFlashSpeculativeDecoder(own.loaded_target, own.draft_model, block_size=size)
+        f"{name}, blocks of {size}": DFlashSpeculativeDecoder(
+            own.loaded_target, fresh(own.draft_model), block_size=size
+        )
         for name, own in decoders.items()
         for size in dict.fromkeys(block_sizes)
     }

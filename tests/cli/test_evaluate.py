@@ -98,6 +98,13 @@ def test_drafters_and_block_sizes_are_compared_on_the_same_texts(asked, pair, tm
     assert_one_error(invoke(*wide, "--trace", tmp_path / "t.jsonl"), "--trace records one drafter")
 
 
+def test_what_a_drafter_learns_in_blocks_of_one_size_counts_in_no_other():
+    asked = ["eval", "ngram+bundled", "--limit", "2", "--max-tokens", "48"]
+    alone = score_of(*asked, "--block-size", "8")
+    both = score_of(*asked, "--block-size", "4", "--block-size", "8")["drafters"]
+    assert both[1]["by_prompt"] == alone["by_prompt"]
+
+
 def test_ctrl_c_while_texts_are_written_keeps_them(asked, monkeypatch):
     write = texts.write
 

@@ -211,12 +211,13 @@ class BatchContext(Ragged):
         return visible & (entries <= queries) if causal else visible
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep these texts."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[mx.array(list(rows))], self.values[mx.array(list(rows))]
+        """Keep these texts, and of the buffer what they use."""
         self.offsets, self._starts, self._ends = (
             [places[row] for row in rows] for places in (self.offsets, self._starts, self._ends)
         )
+        if self.keys is not None and self.values is not None:
+            kept, room = mx.array(list(rows)), max(self._ends, default=0) + SPARE
+            self.keys, self.values = self.keys[:, :, :room][kept], self.values[:, :, :room][kept]
 
     def extend(self, other: "BatchContext") -> None:
         """Take in the texts of another batch."""

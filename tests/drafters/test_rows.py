@@ -9,6 +9,7 @@ from support.kinds import random_drafter as drafter_of_kind
 from support.models import ScriptedDrafter, qwen3_model, random_drafter
 
 from dflash import DFlashDraftModel, LoadedTargetModel
+from dflash.drafters.context import LayerContext
 from dflash.drafters.ngram import NgramDrafter
 from dflash.drafters.rows import NO_DRAFT, TextByText, for_batches
 
@@ -92,3 +93,13 @@ def test_a_subclass_that_drafts_in_its_own_way_is_asked_for_each_text(method):
     assert for_batches(random_drafter(0)).__class__ is DFlashDraftModel
     assert isinstance(for_batches(own(random_drafter(0).config)), TextByText)
     assert isinstance(for_batches(ScriptedDrafter([1], 4)), TextByText)
+
+
+def test_a_long_text_that_leaves_takes_its_memory_with_it():
+    rows = LayerContext.merge([LayerContext(), LayerContext()])
+    for _ in range(20):
+        rows.append(mx.ones((2, 1, 100, 2)), mx.ones((2, 1, 100, 2)), [5, 100])
+    before = rows.nbytes
+    rows.filter([0])
+    assert rows.nbytes < before / 8
+    assert mx.array_equal(rows.extract(0).state[0], mx.ones((1, 1, 100, 2)))

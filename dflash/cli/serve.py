@@ -42,5 +42,5 @@ def serve(models: ModelOptions, serving: ServeOptions, decoding: DecodeOptions) 
     except ImportError as error:
         raise DFlashError(f"The server needs more packages ({error}); {install_extra('serve')}.") from error
     terminal.show_log(logging.WARNING)
-    logging.getLogger("dflash").setLevel(logging.INFO)
+    logging.getLogger("dflash.serving").setLevel(logging.INFO)
     serve(models, decoding, serving)

@@ -82,8 +82,8 @@ def test_a_recipe_makes_a_registered_kind_with_its_options(folder, wide_kind):
 
 def test_a_kind_that_cannot_be_trained_is_refused(folder):
     target = dflash.load_target(folder / "target")
-    message = r"drafter\.kind 'frozen' cannot be trained"
-    with drafters.temporary("frozen", type("Frozen", (), {})), pytest.raises(TrainingError, match=message):
+    message, kind = r"drafter\.kind 'frozen' cannot be trained", type("Frozen", (), {"config_class": dict})
+    with drafters.temporary("frozen", kind), pytest.raises(TrainingError, match=message):
         new_drafter(recipe(folder, "x", "drafter.kind=frozen").drafter, target)
 
 

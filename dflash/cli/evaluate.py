@@ -109,7 +109,7 @@ def evaluate(
     """
     models = replace(models, drafter=drafter[0] if drafter and len(drafter) == 1 else None)
     requests = _requests(prompts, suite, template, limit)
-    if decoding.trace and len(drafter or "-") * len(block_size or "-") > 1:
+    if decoding.trace and any(len(several or ()) > 1 for several in (drafter, block_size)):
         raise DFlashError("--trace records one drafter; give one, with one block size.")
     decoders = _decoders(models, drafter or [], block_size or [])
     loaded, most = next(iter(decoders.values())).loaded_target, decoding.max_tokens or MAX_TOKENS

@@ -1,7 +1,6 @@
 """Many prompts at once: their options are checked before the first token, then one running batch answers them."""
 
 from collections.abc import Generator, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .core.errors import GenerationError
@@ -12,7 +11,6 @@ from .decoding.stream import DFlashResponse
 from .decoding.text import TextStream
 from .decoding.verify import first_mismatch
 from .options import DecodeOptions
-from .policies.base import Policy
 from .prompts.tokens import Prompt, prompt_tokens
 
 if TYPE_CHECKING:
@@ -48,24 +46,27 @@ def stream_batch(
         _request(decoder, prompt, wanted, common, own, of_prompts)
         for prompt, own in zip(prompts, each or [{}] * len(prompts), strict=True)
     ]
+    return stream_requests(tapped(decoder, wanted), requests, batch_size, wanted.prefill_step_size)
+
+
+def tapped(decoder: "DFlashSpeculativeDecoder", options: DecodeOptions) -> Tapped:
+    """What batches decode with, by the policy of ``options``.
+
+    Raises ``IncompatibleModelsError``, naming a layer, for a target of which several texts cannot be decoded at once.
+    """
     with decoder.loaded_target.alone():
         decoder.loaded_target.check_batchable()
 
-    @cache
-    def policy(width: int) -> Policy:
-        chosen = decoder._policy(wanted, width)
-        chosen.begin()
-        return chosen
-
-    model = Tapped(
+    policy = decoder._policy(options, batched=True)
+    policy.begin()
+    return Tapped(
         decoder.loaded_target,
         decoder.draft_model,
-        lambda rows: policy(1 << (rows - 1).bit_length()),  # costs of 5 to 8 rows are about the same
+        policy,
         decoder.block_size,
         decoder.max_seq_length,
         decoder.clock,
     )
-    return stream_requests(model, requests, batch_size, wanted.prefill_step_size)
 
 
 def _request(

@@ -100,7 +100,7 @@ class DFlashSpeculativeDecoder:
         self.tokenizer = loaded.tokenizer
         self.options = options
         self.threads = threads_for(loaded, self.block_size)
-        self._policies: dict[tuple[str, int], Policy] = {}
+        self._policies: dict[tuple[str, bool], Policy] = {}
         self.clock = CLOCK
         self._texts = TokenTexts(loaded.tokenizer)
 
@@ -201,10 +201,12 @@ class DFlashSpeculativeDecoder:
         return self._recorded(tokens, wanted, steps, TextStream(self.tokenizer.detokenizer, wanted.stop_strings or ()))
 
     def batch_generate(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
-        """The target's answers to all ``prompts``, in their order; options and errors as in :meth:`stream_batch`."""
+        """The target's answers to all ``prompts``, in order; as :meth:`stream_batch`, but any error is raised."""
         responses = self.stream_batch(prompts, **options)
         texts = [""] * len(prompts)
         for number, response in responses:
+            if response.error is not None:
+                raise response.error
             texts[number] += response.text
         return texts
 
@@ -223,9 +225,11 @@ class DFlashSpeculativeDecoder:
             each: Options of single prompts, a mapping for each, in the place of ``options``.
             options: Those of :meth:`stream_generate` for all prompts, but for what works with one text only.
 
-        A response holds a token of the target's own and the accepted drafts after it. Raises ``GenerationError`` before
-        the first token, as :meth:`stream_generate` does, and for an option that needs a text alone;
-        ``IncompatibleModelsError``, naming a layer, for a target of which several texts cannot be decoded at once.
+        A response holds a token of the target's own and the accepted drafts after it. If a prompt's own sampler or
+        processor raises, or its logits are not numbers, it ends with the ``finish_reason`` ``"error"`` and that
+        ``error``, and the others go on. Raises ``GenerationError`` before the first token, as :meth:`stream_generate`
+        does, and for an option that needs a text alone; ``IncompatibleModelsError``, naming a layer, for a target of
+        which several texts cannot be decoded at once.
         """
         return self._alone(stream_batch(self, prompts, batch_size, each, options))
 
@@ -335,13 +339,13 @@ class DFlashSpeculativeDecoder:
         """Refuse copies, which would share caches and threads, and pickles, which would hold the models."""
         raise TypeError("A decoder cannot be copied or pickled; make one of the same models where it is needed.")
 
-    def _policy(self, options: DecodeOptions, rows: int = 0) -> Policy:
-        """One instance a name and size of batches: what it learned of this machine serves the next request too."""
+    def _policy(self, options: DecodeOptions, batched: bool = False) -> Policy:
+        """One instance a name, another for batches: what it learned of this machine serves the next request too."""
         if not isinstance(options.policy, str):
             return options.build_policy()
-        if (options.policy, rows) not in self._policies:
-            self._policies[options.policy, rows] = options.build_policy()
-        return self._policies[options.policy, rows]
+        if (options.policy, batched) not in self._policies:
+            self._policies[options.policy, batched] = options.build_policy()
+        return self._policies[options.policy, batched]
 
     def _decode(
         self, prompt: list[int], max_tokens: int, options: DecodeOptions, cache: TargetCache

@@ -9,11 +9,12 @@ from support.errors import refused
 from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter, wrapped_tokenizer
 from support.rows import Script
 
-from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, Policy, Proposal, read_conversations
+from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, Proposal, read_conversations
 from dflash.bench import HELDOUT
 from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.combined import CombinedDrafter
 from dflash.drafters.ngram import NgramDrafter
+from dflash.policies.base import Fixed
 
 PROMPTS = ["a", "Two words", "abcabcabcabcabcabcabcabcabcabc", "What?", "b b b b"]
 
@@ -88,18 +89,25 @@ def test_prompts_that_are_no_list_are_refused(decoder, prompts, kind):
         decoder.batch_generate(prompts)
 
 
-class Begun(Policy):
-    times = 0
+class Told(Fixed):
+    def __init__(self, length):
+        super().__init__(length)
+        self.begun, self.rows = 0, []
 
     def begin(self):
-        self.times += 1
+        self.begun += 1
+
+    def observe(self, block):
+        self.rows.append(block.rows)
 
 
-def test_every_size_of_batches_has_a_policy_of_its_own(decoder):
-    policy = Begun()
+@pytest.mark.parametrize("length", [0, 2])
+def test_a_policy_is_told_of_every_step_and_how_many_rows_it_had(decoder, length):
+    policy = Told(length)
     each = [{"max_tokens": limit} for limit in (2, 5, 9, 14, 20)]
     decoder.batch_generate(PROMPTS, each=each, policy=policy)
-    assert policy.times == 4  # up to 8, 4, 2 and 1 rows
+    assert policy.begun == 1
+    assert sorted({*policy.rows}, reverse=True) == [5, 4, 3, 2, 1] == sorted({*policy.rows}, key=policy.rows.index)
 
 
 class Trouble(Exception):
@@ -117,12 +125,58 @@ def failing(after: int, error: type[BaseException]):
     return process
 
 
+def failing_sampler(after: int):
+    process = failing(after, Trouble)
+    return lambda logprobs: mx.argmax(process(None, logprobs), axis=-1)
+
+
+FAILURES = {
+    "processor": lambda after: {"logits_processors": [failing(after, Trouble)]},
+    "sampler": lambda after: {"sampler": failing_sampler(after)},
+    "a sampler of two tokens": lambda after: {"sampler": lambda logprobs: mx.zeros(2, mx.int32)},
+    "a processor without an answer": lambda after: {"logits_processors": [lambda tokens, logits: None]},
+}
+
+
+@pytest.mark.parametrize("policy", ["full", 0, "adaptive"])
+@pytest.mark.parametrize("after", [0, 7])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_row_that_fails_ends_alone(decoder, texts, failure, after, policy):
+    each, tokens = [{}, FAILURES[failure](after), {}, {}, {}], []
+    written, ends = [""] * len(PROMPTS), [None] * len(PROMPTS)
+    for number, response in decoder.stream_batch(PROMPTS, batch_size=3, each=each, policy=policy):
+        assert ends[number] is None
+        assert (response.error is None) == (response.finish_reason != "error")
+        written[number], ends[number] = written[number] + response.text, response.finish_reason
+        tokens += response.tokens if number == 1 else []
+    assert [number for number, end in enumerate(ends) if end in (None, "error")] == [1]
+    assert written[:1] + written[2:] == texts[:1] + texts[2:]
+    assert tokens == [token for r in decoder.stream_generate(PROMPTS[1]) for token in r.tokens][: len(tokens)]
+    most = after if failure in ("processor", "sampler") else 0
+    assert (len(tokens) == most) if policy == 0 else (len(tokens) <= most)
+
+
+def test_an_error_behind_the_last_token_is_none(decoder, texts):
+    each = [{"max_tokens": 4, "logits_processors": [failing(4, Trouble)]}, {}]
+    written = decoder.batch_generate(PROMPTS[:2], each=each, policy=0)
+    assert written == [decoder.generate(PROMPTS[0], max_tokens=4), texts[1]]
+
+
+def read_until(error, responses, count):
+    for number, _ in enumerate(responses):
+        if number == count:
+            raise error("there")
+
+
 @pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [0, 20])
-def test_an_error_in_one_row_ends_the_batch_and_nothing_else(decoder, texts, error, after):
+def test_after_an_error_the_decoder_is_as_it_was(decoder, texts, error, after):
+    """Of the row that :meth:`batch_generate` raises, of the keyboard, and of who reads the responses."""
     each = [{}, {"logits_processors": [failing(after, error)]}, {}, {}, {}]
-    with pytest.raises(error):
+    with pytest.raises(error, match="here"):
         decoder.batch_generate(PROMPTS, each=each)
+    with pytest.raises(error, match="there"):
+        read_until(error, decoder.stream_batch(PROMPTS), after)
     assert decoder.batch_generate(PROMPTS[:2]) == texts[:2]
     assert decoder.generate(PROMPTS[2]) == texts[2]
 
@@ -168,14 +222,23 @@ def test_ids_outside_the_vocabulary_are_refused_as_alone(wrong):
 
 
 @pytest.mark.parametrize("policy", ["full", 0])
-def test_logits_that_stop_being_numbers_are_told_of(policy):
-    decoder = DFlashSpeculativeDecoder(
-        qwen3_model(3, TEXT_VOCAB), random_drafter(1, TEXT_VOCAB), wrapped_tokenizer(), max_tokens=12
+@pytest.mark.parametrize("rows", [[2], range(len(PROMPTS))], ids=["one row", "all"])
+def test_logits_that_stop_being_numbers_are_told_of(monkeypatch, policy, rows):
+    options = {"policy": policy, "stop_token_ids": []}
+    model = qwen3_model(3, TEXT_VOCAB)
+    decoder = DFlashSpeculativeDecoder(model, random_drafter(1, TEXT_VOCAB), wrapped_tokenizer(), max_tokens=24)
+    texts = decoder.batch_generate(PROMPTS, **options)
+    head, broken = LoadedTargetModel.head, mx.array([row in rows for row in range(len(PROMPTS))])[:, None, None]
+    monkeypatch.setattr(
+        LoadedTargetModel, "head", lambda self, h: head(self, mx.where(broken, mx.nan, h) if len(h) == 5 else h)
     )
-    decoder.batch_generate(PROMPTS)  # the target has passed its trial
-    decoder.target_model.model.norm.weight = decoder.target_model.model.norm.weight * mx.nan
     with pytest.raises(DFlashError, match="logits are not a number"):
-        decoder.batch_generate(PROMPTS, policy=policy)
+        decoder.batch_generate(PROMPTS, **options)
+    ends, written = {}, [""] * len(PROMPTS)
+    for number, response in decoder.stream_batch(PROMPTS, **options):
+        ends[number], written[number] = response.finish_reason, written[number] + response.text
+    assert [number for number in sorted(ends) if ends[number] == "error"] == list(rows)
+    assert [written[n] for n in ends if n not in rows] == [texts[n] for n in ends if n not in rows]
 
 
 class Sampler:

@@ -16,14 +16,12 @@ from typing import Any, get_args
 
 import mlx.core as mx
 import pytest
-import typer
-from support.cli import invoke
+from support.cli import COMMAND, invoke
 from support.models import TEXT_VOCAB, qwen3_model, random_drafter, save_target
 from support.runs import recipe, recipe_values, write_dataset, write_recipe
-from typer.testing import CliRunner
 
 import dflash
-from dflash import DecodeOptions, DFlashSpeculativeDecoder, cli
+from dflash import DecodeOptions, DFlashSpeculativeDecoder
 from dflash.core.errors import DFlashError
 from dflash.evaluation import trace_plots as _imported_whole  # noqa: F401  # Ctrl-C within an import would leave half
 from dflash.models import ModelOptions
@@ -35,13 +33,19 @@ SECONDS = 20.0
 PAIR = "--target {place}/target --drafter {place}/drafter"
 COMMANDS = {
     "generate": f"Hi {PAIR} --max-tokens 4",
+    "demo": f"Hi {PAIR}",
     "chat": f"{PAIR} --max-tokens 4",
+    "serve": f"{PAIR} --max-tokens 4 --port 0",
     "cache-prompt": f"Hi {PAIR} --prompt-cache-file {{out}}/c.safetensors",
     "bench": f"{PAIR} --prompts {{place}}/prompts.jsonl --limit 1 --max-tokens 4",
     "doctor": "",
     "eval": "{place}/drafter --target {place}/target --prompts {place}/prompts.jsonl --limit 1 --max-tokens 4",
+    "texts": "--folder {place}/texts",
+    "prompts": "--target {place}/target --count 1 --output {out}/made.jsonl --max-tokens 4 --round-size 1",
     "prepare": "{place}/prompts.jsonl {out}/made --target {place}/target --max-tokens 4",
     "data show": "{place}/made",
+    "data split": "{place}/made",
+    "data join": "{place}/made --output {out}/joined",
     "data export": "{place}/made {out}/rows.jsonl",
     "recipe": "--target {place}/target --data {place}/data --run {out}/run",
     "fit": "--target {place}/target --output {out}/fitted --dry-run",
@@ -54,6 +58,7 @@ COMMANDS = {
     "quantize": "{place}/drafter {out}/packed --group-size 32",
     "import": "{place}/prompts.jsonl {out}/imported",
     "adapters list": "",
+    "adapters check": "{place}/target --rounds 1",
 }
 NUMBERS = ["0", "1", "2", "3", "-1", "64", "0.5", "1e308", "nan", "inf", "99999999999999999999", "x", ""]
 TEXTS = [
@@ -117,7 +122,7 @@ def place(tmp_path_factory) -> Path:
 
 def parameters(command: str) -> list[Any]:
     """Options and arguments of a command, as typer has them."""
-    found = typer.main.get_command(cli.app)
+    found = COMMAND
     for name in command.split():
         found = found.commands[name]
     return [parameter for parameter in found.params if parameter.name not in ("help", "trust_remote_code")]
@@ -173,7 +178,7 @@ def check_command_line(number: int, place: Path, out: Path) -> None:
     place = Path(shutil.copytree(place, out / "in"))  # that may be written to
     line = command_line(number, place, out)
     with ctrl_c_after(SECONDS):
-        result = CliRunner().invoke(cli.app, line, input="Hi\n")
+        result = invoke(*line, stdin="Hi\n")
     told = f"case {number}: dflash {line}\n{result.exception!r}\n{result.output[-1500:]}"
     assert isinstance(result.exception, SystemExit | None), told
     assert result.exit_code in (0, 1, 2, 130), told
@@ -190,6 +195,7 @@ def check_command_line(number: int, place: Path, out: Path) -> None:
 
 def check_command_lines(numbers: range, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("http.server.ThreadingHTTPServer.serve_forever", lambda server: None)  # it has started: enough
     handlers = logging.root.handlers[:]
     for number in numbers:
         out = tmp_path / str(number)

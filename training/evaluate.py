@@ -1,4 +1,4 @@
-"""Held-out sequences in training: loss and accuracy without decoding, and the prompts that are decoded."""
+"""Held-out sequences in training: loss and accuracy without decoding, and the prompts whose answers are scored."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import textwrap
 import time
 from collections.abc import Collection, Sequence
@@ -15,6 +14,7 @@ import mlx.nn as nn
 import yaml
 
 from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel, load_target
+from dflash.core.backend import machine_memory
 from dflash.core.errors import TrainingError
 from dflash.core.files import flat
 from dflash.core.progress import duration
@@ -86,6 +86,9 @@ def propose_recipe(
     settings = _data_settings(data or Path("data") / name, loaded, sequences, reasons)
     checked = Recipe(target, settings, RunSettings(folder=run or Path("runs") / name), drafter)
     checked = with_overrides(checked, overrides, _PROPOSED)
+    if "drafter.window" not in given and checked.drafter.from_ is None:
+        checked = replace(checked, drafter=replace(checked.drafter, window=checked.data.max_length))
+        reasons["drafter.window"] = "data.max_length: training shows no longer context, and drafts in one are worse"
     model = new_drafter(checked.drafter, loaded, sequences)
     sizes = Sizes.of(loaded, model)
     checked = _fitting(checked, sizes, reasons, overrides)
@@ -110,6 +113,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
 def _shape(
     target: LoadedTargetModel, sequences: Sequences | None, reasons: dict[str, str], given: Collection[str]
 ) -> DrafterShape:
+    if "drafter.from" in given:
+        return DrafterShape()  # that drafter's own
     layers = max(1, min(5, target.num_layers // 4))
     taps = spread_layer_ids(target.num_layers, min(5, max(1, target.num_layers - 4), target.num_layers))
     taps = tuple(sorted(set(taps)))
@@ -240,12 +245,6 @@ def training_memory(recipe: Recipe, sizes: Sizes) -> Memory:
         batch=layers + logits + features + (value_bytes * parameters if value_bytes < 4 else 0),
         update=12 * parameters,
     )
-
-
-def machine_memory() -> int:
-    """Bytes that MLX can use: the GPU's memory if there is a GPU, otherwise the machine's."""
-    size = mx.device_info().get("memory_size") if mx.default_device() == mx.Device(mx.gpu) else None
-    return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _memory_line(memory: Memory) -> str:

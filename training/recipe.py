@@ -50,7 +50,7 @@ class DrafterShape(Checked):
     kind: str = setting("dflash", "kind of the drafter, as registered with register_drafter")
     options: dict[str, Any] = setting(meaning="further keys of the kind's own config", factory=dict)
     from_: str | None = setting(
-        None, "start from this drafter's weights and shape (a folder or hub name) instead of a new one"
+        None, "start from the weights and shape of this block drafter, of this kind or another (a folder or hub name)"
     )
     num_hidden_layers: int = setting(5, "layers of the drafter", above=0)
     block_size: int = setting(16, "positions of a block, the anchor included", at_least=2, at_most=MOST_POSITIONS)
@@ -58,6 +58,11 @@ class DrafterShape(Checked):
         False, "train blocks of every length up to block_size, so that drafting fills only the positions it needs"
     )
     target_layer_ids: tuple[int, ...] = setting((), "target layers whose outputs it reads; default: spread evenly")
+    window: int | None = setting(
+        None,
+        "newest tokens of the context that each layer sees; default: all, also where training showed fewer",
+        above=0,
+    )
     mask_token: int | str | None = setting(
         None, "a token's text or an id that no text uses; default: the tokenizer's own mask token"
     )

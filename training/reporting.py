@@ -1,6 +1,8 @@
 """Callbacks that send a run's log to Weights & Biases, SwanLab or TensorBoard, if the package is installed.
 
-    run: {callbacks: [wandb, tensorboard]}
+    run: {callbacks: [wandb, tensorboard, drafters]}
+
+The last keeps the drafter of every evaluation.
 
 Weights & Biases and SwanLab are called through mlx-lm's own callbacks (:mod:`mlx_lm.tuner.callbacks`) with mlx-lm's
 metric names, so that runs of both can be compared; their environment variables set project and entity.
@@ -13,6 +15,7 @@ from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
 from dflash.core.errors import DFlashError
 
 from .callbacks import Callback, RunInfo, register_callback
+from .export import export
 from .loop.run import OnLog
 
 PROJECT = "dflash"
@@ -75,5 +78,16 @@ def tensorboard(run: RunInfo) -> OnLog:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
         writer.flush()
+
+    return on_log
+
+
+@register_callback("drafters")
+def drafters(run: RunInfo) -> OnLog:
+    """The drafter of every evaluation into ``drafters/STEP`` of the run folder, for ``dflash eval RUN/drafters/*``."""
+
+    def on_log(line: dict[str, Any]) -> None:
+        if "loss" not in line:  # an evaluation, before which the run has saved
+            export(run.folder, run.folder / "drafters" / f"{line['step']:06}", best=False)
 
     return on_log

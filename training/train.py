@@ -26,7 +26,8 @@ from dflash.core.files import exclusive_lock, read_json, remove_unfinished, writ
 from dflash.core.progress import progress
 from dflash.drafters.kinds import config_of
 from dflash.evaluation.acceptance import Acceptance, total
-from dflash.evaluation.replay import Held, measure_on
+from dflash.evaluation.features import Features
+from dflash.evaluation.replay import measure_on
 from dflash.evaluation.texts import Text, Texts
 
 from ..core.settings import to_dict
@@ -173,7 +174,9 @@ class _Training:
             read = with_cached_features(batches, CachedFeatures(data.cached_features, self.features()))
         else:
             read = with_target_pass(batches, self.target, drafter.target_layer_ids, self.needs_target_logits)
-        return of_all_lengths(read, drafter.block_size - 1, data.seed) if drafter.config.elastic_blocks else read
+        read = of_all_lengths(read, drafter.block_size - 1, data.seed) if drafter.config.elastic_blocks else read
+        count = self.recipe.objective.base_steps * self.recipe.run.batches_per_step
+        return from_uncorrected(read, count) if count else read
 
     def loss(self, model: Any, batch: Batch) -> mx.array:
         """The loss of one batch."""
@@ -199,14 +202,14 @@ class _Training:
         first = self.heldout.first(recipe.run.evaluate_prompts)
         layer_ids, with_hidden = drafter.target_layer_ids, self.needs_target_logits
         batches = ranks.shard(heldout_batches(first, recipe.data, target, layer_ids, with_hidden))
-        texts: list[Text] = []  # written at the first evaluation, if they are not kept from another run
-        held = Held()
+        kept, texts = Texts(target), list[Text]()  # written at the first evaluation, if not kept from another run
+        features = Features(kept)
 
         def evaluate() -> dict[str, Any]:
             if not texts:
-                texts.extend(Texts(target).all(prompts, recipe.run.evaluate_tokens, show=ranks.is_main))
+                texts.extend(kept.all(prompts, recipe.run.evaluate_tokens, show=ranks.is_main))
             bar = progress(texts, "evaluate", show=ranks.is_main)
-            own = total((own for (own,) in measure_on(target, [drafter], bar, held)), drafter.block_size)
+            own = total((own for (own,) in measure_on(target, [drafter], bar, features)), drafter.block_size)
             counts = [len(prompts), own.blocks, own.committed, *own.verified, *own.accepted]
             decoded, blocks, committed, *by_position = ranks.all_reduce_sum(np.array(counts))
             acceptance = Acceptance(int(blocks), int(committed), *np.split(np.array(by_position), 2))
@@ -297,6 +300,11 @@ def of_all_lengths(batches: Callable[[int], Batch], most: int, seed: int) -> Cal
         return batches(number)._replace(drafts=drafts)
 
     return batch
+
+
+def from_uncorrected(batches: Callable[[int], Batch], count: int) -> Callable[[int], Batch]:
+    """``batches`` whose loss begins as that of uncorrected logits, and is that of corrected ones after ``count``."""
+    return lambda number: batches(number)._replace(base_weight=max(0.0, 1 - number / count))
 
 
 def cache_features(recipe: Recipe, *, trust_remote_code: bool = False) -> Path:

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from ..core.errors import DFlashError, StopTraining, one_line
 from ..core.registry import plugin_error
 from . import (
+    adapt,
     adapters,
     bench,
     chat,
@@ -30,6 +31,7 @@ from . import (
     report,
     serve,
     study,
+    texts,
     training,
 )
 from .options import answer
@@ -95,7 +97,10 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for part in (decode, chat, serve, prompt_cache, bench, evaluate, imports, data, fit, training, study, report, quantize):
+for part in (
+    decode, chat, serve, prompt_cache, bench, evaluate, texts, imports, data, fit, adapt, training, study, report,
+    quantize,
+):  # fmt: skip
     app.add_typer(part.app)  # without a name: its commands stand next to each other
 app.add_typer(adapters.app, name="adapters")
 

@@ -277,9 +277,15 @@ class _Comparison:
 
 
 @app.command()
-@options.grouped(models=options.group(ModelOptions, "target", "drafter", "trust_remote_code"))
-def doctor(models: ModelOptions) -> None:
-    """Show versions, device and BLAS, what a target would use, and what a drafter is and costs.
+@options.grouped(models=options.group(ModelOptions, "target", "drafter", "trust_remote_code", "adapter_path"))
+def doctor(
+    models: ModelOptions,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(metavar="P,P", help="Acceptance by position, as dflash eval has it: predict speed-ups."),
+    ] = None,
+) -> None:
+    """Show versions, device and BLAS, what a target would use, and what a drafter is, costs and would bring.
 
     Examples:
 
@@ -287,10 +293,15 @@ def doctor(models: ModelOptions) -> None:
     dflash doctor --target Qwen/Qwen3-4B
     dflash doctor --drafter bundled
     dflash doctor --target Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16
+    dflash doctor --target T --drafter D --acceptance 0.57,0.27,0.11
     """
     from .. import bundled
     from ..evaluation.doctor import drafter_report, machine_report, target_report
+    from ..evaluation.prediction import acceptance_of
 
+    shares = None if acceptance is None else acceptance_of(acceptance)
+    if shares is not None and models.target is None:
+        raise DFlashError("--acceptance needs the target whose blocks are timed; give --target.")
     terminal.print_pairs(machine_report())
     loaded = ours = None
     drafter = models.drafter
@@ -307,11 +318,11 @@ def doctor(models: ModelOptions) -> None:
         print()
         terminal.print_pairs(drafter_report(found, str(drafter)))
         if loaded is not None:
-            _print_costs(loaded, found)
+            _print_costs(loaded, found, shares)
 
 
-def _print_costs(target: "LoadedTargetModel", drafter: "Drafter") -> None:
-    """What blocks cost, from which acceptance on they pay, and what the default policy would choose."""
+def _print_costs(target: "LoadedTargetModel", drafter: "Drafter", shares: list[float] | None) -> None:
+    """What blocks cost, from which acceptance on they pay, what the default policy would choose, and predictions."""
     from rich.table import Table
 
     from ..evaluation.doctor import RATES, costs, costs_report
@@ -321,11 +332,32 @@ def _print_costs(target: "LoadedTargetModel", drafter: "Drafter") -> None:
     table = Table("drafts", "ms a block", "plain steps", "pays from", *speedups, title="what a block costs and brings")
     for column in table.columns:
         column.justify = "right"
-    for row in costs_report(costs(DFlashSpeculativeDecoder(target, drafter))):
+    seconds = costs(DFlashSpeculativeDecoder(target, drafter))
+    for row in costs_report(seconds):
         table.add_row(*row)
     print()
     terminal.print_rich(table)
     print("0 drafts: a plain step. Rates are those of a draft after right ones; *: what the default policy aims at.")
+    if shares is not None:
+        _print_predictions(shares, {length: time / seconds[0] for length, time in seconds.items()})
+
+
+def _print_predictions(shares: list[float], costs: dict[int, float]) -> None:
+    """What measured acceptance would bring at this machine's costs, and at those published for others."""
+    from rich.table import Table
+
+    from ..evaluation.prediction import DRAFTING, prediction_report
+
+    lengths = [str(length) for length in costs if 0 < length <= len(shares)]
+    table = Table("costs of", *lengths, "source", title="predicted speed-up by drafts a block verifies")
+    for row in prediction_report(shares, costs):
+        table.add_row(*row)
+    print()
+    terminal.print_rich(table)
+    print(
+        "A prediction, not a measurement: tokens a block from --acceptance, over its cost. On other machines drafting "
+        f"is taken to cost {DRAFTING} plain steps, and drafts to be right as often."
+    )
 
 
 def _unused(target: "LoadedTargetModel") -> str:

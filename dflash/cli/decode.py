@@ -151,7 +151,7 @@ def speed_line(result: dict[str, Any]) -> str:
 
 
 @app.command()
-@options.grouped(models=options.group(ModelOptions, "target", "drafter", "trust_remote_code"))
+@options.grouped(models=options.group(ModelOptions, "target", "drafter", "trust_remote_code", "adapter_path"))
 def demo(
     models: ModelOptions,
     prompt: Annotated[

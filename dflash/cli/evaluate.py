@@ -1,9 +1,10 @@
-"""``dflash eval``: how good drafters are, on prompts of a file or standard suites; ``dflash texts``: what it keeps."""
+"""``dflash eval``: how good drafters are, on prompts of a file or standard suites."""
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +15,12 @@ from ..models import ModelOptions
 from ..options import DecodeOptions
 from . import loading, options, terminal
 from .requests import PromptFormat, Requests, that_fit
+from .texts import Folder
 
 if TYPE_CHECKING:
     from ..evaluation import BenchPrompt
     from ..evaluation.acceptance import Acceptance
-    from ..evaluation.replay import Drafted
+    from ..evaluation.texts import Text
     from ..generate import DFlashSpeculativeDecoder
 
 app = typer.Typer()
@@ -42,14 +44,6 @@ Suites = Annotated[
         metavar="NAME[=FILE.jsonl]",
         help="gsm8k, math500, humaneval, mbpp or mt-bench, from the hub or a file of its rows; repeatable. Or: all.",
         callback=options.not_empty,
-    ),
-]
-Folder = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Where the target's texts are kept. Default: ~/.cache/dflash/texts.",
-        callback=options.can_be_made,
     ),
 ]
 
@@ -78,6 +72,7 @@ def evaluate(
     template: options.Template = None,
     limit: options.Limit = None,
     decode: Annotated[bool, typer.Option("--decode", help="Decode, with the same result.")] = False,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Decode N prompts at a time.")] = None,
     texts: Folder = None,
     every_anchor: Annotated[
         bool, typer.Option("--every-anchor", help="Draft after every token too, and show more of the drafters.")
@@ -93,8 +88,7 @@ def evaluate(
     At temperature 0 the target's texts do not depend on the drafter. They are
     written once, in batches, and kept (dflash texts); drafters are scored on them
     without decoding. It decodes with --decode, and for what needs it: sampling,
-    penalties, --policy, --tree, --verify, --trace, stop strings, kv options, and
-    prompts of several turns.
+    penalties, --policy, --tree, --verify, --trace, stop strings and kv options.
 
     Suites, and prompts whose lines have a "kind", get a row each. Ctrl-C ends it
     with the score of the prompts that were answered; texts that were written are
@@ -104,25 +98,29 @@ def evaluate(
 
     dflash eval
     dflash eval runs/mine/drafter --target Qwen/Qwen3-4B --prompts mine.jsonl --json
-    dflash eval steps/*/drafter --target T --plot steps.svg
+    dflash eval RUN/drafters/* --target T --plot steps.svg
     dflash eval DRAFTER --target T --suite gsm8k --suite mt-bench=FILE.jsonl --limit 80
     """
     models = replace(models, drafter=drafter[0] if drafter and len(drafter) == 1 else None)
     requests = _requests(prompts, suite, template, limit)
     if decoding.trace and any(len(several or ()) > 1 for several in (drafter, block_size)):
         raise DFlashError("--trace records one drafter; give one, with one block size.")
+    decode = decode or _needs_decoding(decoding)
+    if every_anchor and decode:
+        raise DFlashError("--every-anchor works on finished texts; leave out --decode and what needs decoding.")
+    if batch is not None and not decode:
+        raise DFlashError("--batch is for decoding; give --decode too.")
     decoders = _decoders(models, drafter or [], block_size or [])
     loaded, most = next(iter(decoders.values())).loaded_target, decoding.max_tokens or MAX_TOKENS
     fitting, left_out = that_fit(requests, requests.encode(loaded, form), loaded.max_length, most)
     terminal.show_progress()
-    decode = decode or _needs_decoding(decoding, fitting)
-    if every_anchor and decode:
-        raise DFlashError("--every-anchor works on finished texts; leave out --decode and what needs decoding.")
     anchors: dict[str, Any] = {}
-    if decode:
+    if batch is not None:
+        parts, interrupted = _decode_batches(decoders, decoding, form, fitting, batch)
+    elif decode:
         parts, interrupted = _decode(decoders, models, decoding, form, fitting)
     else:
-        parts, anchors, interrupted = _replay(decoders, fitting, most, decoding, texts, every_anchor)
+        parts, anchors, interrupted = _replay(decoders, fitting, most, decoding, form, texts, every_anchor)
     settings = {name: value for name, value in asked.items() if name != "as_json"} | loading.names_of(models)
     if len(decoders) > 1:
         settings["drafter"] = [loading.path_or_bundled(name) for name in drafter or [loading.BUNDLED]]
@@ -134,42 +132,6 @@ def evaluate(
     _show(parts, anchors, [prompt.kind for prompt in fitting[:done]], decoders, about, plot, as_json)
     if interrupted:
         raise terminal.stopped(f" after {done} of {len(fitting)} prompts.")
-
-
-@app.command("texts")
-def list_texts(
-    folder: Folder = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete all of them.")] = False,
-    as_json: options.AsJson = False,
-) -> None:
-    """List the texts that dflash eval, train and compare keep, or delete them.
-
-    They take at most 256 MB; those that were not used for longest make room.
-
-    Examples:
-
-    dflash texts
-    dflash texts --delete
-    """
-    from rich.table import Table
-
-    from ..evaluation.texts import default_folder, delete_texts, kept_texts
-
-    folder = folder or default_folder()
-    found = kept_texts(folder)
-    if delete:
-        delete_texts(folder)
-    if as_json:
-        print(json.dumps([vars(kept) | {"folder": str(kept.folder)} for kept in found]))
-        return
-    held = f"{sum(k.texts for k in found)} texts, {sum(k.nbytes for k in found) / 1e6:.1f} MB"
-    print(f"{held}, {'deleted from' if delete else 'in'} {folder}")
-    if not delete and found:
-        table = Table("target", "texts", "MB", "last used", "folder", box=None, pad_edge=False)
-        for kept in found:
-            used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.used))
-            table.add_row(kept.name, str(kept.texts), f"{kept.nbytes / 1e6:.1f}", used, kept.folder.name)
-        terminal.print_rich(table)
 
 
 def _requests(prompts: str | None, suites: list[str] | None, template: str | None, limit: int | None) -> Requests:
@@ -205,11 +167,10 @@ def _decoders(
     }
 
 
-def _needs_decoding(decoding: DecodeOptions, prompts: "list[BenchPrompt]") -> bool:
+def _needs_decoding(decoding: DecodeOptions) -> bool:
     """Whether the score depends on more than the target's greedy texts."""
     others = decoding.asked("max_tokens", "temp", "seed", "stop_token_ids", "prefill_step_size", "policy")
-    turns = any(prompt.conversation and prompt.conversation.later for prompt in prompts)
-    return bool(not decoding.greedy or decoding.policy != "full" or others or turns)
+    return bool(not decoding.greedy or decoding.policy != "full" or others)
 
 
 _Parts = dict[str, list["Acceptance"]]
@@ -237,10 +198,48 @@ def _decode(
             measure_turns(decoder, prompts, encode, most, decoding.temp, trace=file, **others)
             for decoder in decoders.values()
         ]
-        answers = sum(1 + (len(p.conversation.later) if p.conversation else 0) for p in prompts)
-        found, interrupted = terminal.until_stopped(zip(*each, strict=False), "eval", answers)
+        found, interrupted = terminal.until_stopped(zip(*each, strict=False), "eval", _answers(prompts))
     columns = zip(decoders.items(), zip(*found, strict=True), strict=True)
     return {name: _by_prompt(own, decoder.block_size) for (name, decoder), own in columns}, interrupted
+
+
+def _answers(prompts: "list[BenchPrompt]") -> int:
+    """How many answers there will be, those to later turns among them."""
+    return sum(1 + (len(prompt.conversation.later) if prompt.conversation else 0) for prompt in prompts)
+
+
+def _decode_batches(
+    decoders: "dict[str, DFlashSpeculativeDecoder]",
+    decoding: DecodeOptions,
+    form: PromptFormat,
+    prompts: "list[BenchPrompt]",
+    rows: int,
+) -> tuple[_Parts, bool]:
+    """The same with ``rows`` prompts at a time, by one drafter after another; after Ctrl-C, of the prompts all have."""
+    import mlx.core as mx
+
+    from ..evaluation.acceptance import in_turns, measure_batch, next_turn
+
+    loaded, most = next(iter(decoders.values())).loaded_target, decoding.max_tokens or MAX_TOKENS
+    follow = partial(next_turn, target=loaded, encode=form.in_messages(loaded), max_tokens=most)
+    others: dict[str, Any] = {"policy": decoding.policy} | decoding.asked("max_tokens", "seed")
+    mx.random.seed(decoding.seed or 0)
+    measured = (
+        (name, number, counts)
+        for name, decoder in decoders.items()
+        for number, counts in in_turns(
+            prompts, partial(measure_batch, decoder, batch_size=rows, max_tokens=most, **others), follow
+        )
+    )
+    found, interrupted = terminal.until_stopped(measured, "eval", _answers(prompts) * len(decoders))
+    there = {(name, number) for name, number, _ in found}
+    if not (done := next(n for n in count() if any((name, n) not in there for name in decoders))):
+        raise terminal.stopped(" before the first prompt was answered.")
+    each = {
+        name: sorted(((n, c) for own, n, c in found if own == name and n < done), key=lambda pair: pair[0])
+        for name in decoders
+    }
+    return {name: _by_prompt(own, decoders[name].block_size) for name, own in each.items()}, interrupted
 
 
 def _by_prompt(found: "Sequence[tuple[int, Acceptance]]", block_size: int) -> list["Acceptance"]:
@@ -258,29 +257,43 @@ def _replay(
     prompts: "list[BenchPrompt]",
     max_tokens: int,
     decoding: DecodeOptions,
+    form: PromptFormat,
     folder: Path | None,
     every_anchor: bool,
 ) -> tuple[_Parts, dict[str, Any], bool]:
     """Counts on finished texts, what all anchors say if that is asked for, and whether Ctrl-C came."""
+    from ..evaluation.acceptance import Drafted, counts, in_turns, next_turn
     from ..evaluation.anchors import anchor_results
-    from ..evaluation.replay import Held, counts, replay
+    from ..evaluation.features import Features
+    from ..evaluation.replay import replay
     from ..evaluation.texts import Texts
 
-    own = list(decoders.values())
-    kept = Texts(own[0].loaded_target, decoding.stop_token_ids, folder)
-    answers = kept.answers([prompt.tokens for prompt in prompts], max_tokens)
-    written, interrupted = terminal.until_stopped(answers, "texts", len(prompts))
-    if interrupted:
-        raise terminal.stopped(f"; {len(written)} of {len(prompts)} texts are kept, so the same command goes on.")
-    texts, held = [text for _, text in sorted(written, key=lambda pair: pair[0])], Held()
+    own, answers = list(decoders.values()), _answers(prompts)
+    loaded = own[0].loaded_target
+    kept = Texts(loaded, decoding.stop_token_ids, folder)
 
-    def blocks(name: str, every: bool) -> "tuple[Iterator[tuple[list[Drafted], ...]], bool]":
-        found, stopped = terminal.until_stopped(replay(own, texts, every, held), name, len(texts))
-        return zip(*found, strict=True), stopped
+    def answered(asked: list[list[int]]) -> "Iterator[tuple[int, Text, str]]":
+        return ((i, text, kept.shown(text)) for i, text in kept.answers(asked, max_tokens))
+
+    follow = partial(next_turn, target=loaded, encode=form.in_messages(loaded), max_tokens=max_tokens)
+    written, interrupted = terminal.until_stopped(in_turns(prompts, answered, follow), "texts", answers)
+    if interrupted:
+        raise terminal.stopped(f"; {len(written)} of {answers} texts are kept, so the same command goes on.")
+    written.sort(key=lambda pair: pair[0])  # and in the order of turns
+    numbers, texts, features = [number for number, _ in written], [text for _, text in written], Features(kept)
+
+    def blocks(name: str, every: bool) -> "tuple[list[list[list[Drafted]]], bool]":
+        """Of each decoder, and each prompt with all its turns."""
+        found, stopped = terminal.until_stopped(replay(own, texts, every, features), name, len(texts))
+        each = [{number: list[Drafted]() for number in numbers[: len(found)]} for _ in own]
+        for number, of_text in zip(numbers, found, strict=False):
+            for prompts, of_decoder in zip(each, of_text, strict=True):
+                prompts[number] += of_decoder
+        return [list(prompts.values()) for prompts in each], stopped
 
     walks, interrupted = blocks("eval", every=False)
     parts = {
-        name: [counts(text, decoder.block_size) for text in walk]
+        name: [counts(prompt, decoder.block_size) for prompt in walk]
         for (name, decoder), walk in zip(decoders.items(), walks, strict=True)
     }
     anchors = {}

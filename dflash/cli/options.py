@@ -62,7 +62,7 @@ def in_a_folder(ctx: typer.Context, parameter: typer.CallbackParam, value: Path 
 
 def can_be_made(ctx: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
     """Refuse a path below a file, where no folder can be made."""
-    there = next(path for path in value.parents if path.exists()) if value is not None else None
+    there = next((path for path in value.parents if path.exists()), None) if value is not None else None
     if there is not None and not there.is_dir():
         raise DFlashError(f"{_shown(parameter)} {value}: {there} is a file, not a folder; name another place.")
     return value

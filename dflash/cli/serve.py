@@ -27,6 +27,7 @@ def serve(models: ModelOptions, serving: ServeOptions, decoding: DecodeOptions) 
     """Serve the target to clients of OpenAI's interface.
 
     It answers /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
+    SIGHUP loads the drafter again; /v1/drafter exchanges it, with --admin-key.
     What a request leaves open is decoded with these options.
 
     Examples:

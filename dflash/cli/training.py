@@ -170,7 +170,7 @@ def export(
             callback=is_text,
         ),
     ] = None,
-    push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Upload it to the hub as well.")] = None,
+    push: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Upload to the hub.", callback=is_text)] = None,
 ) -> None:
     """Write a run's drafter in the published format, with a model card.
 

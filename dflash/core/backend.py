@@ -92,6 +92,14 @@ def on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
+def machine_memory() -> int:
+    """Bytes that MLX can use: the GPU's memory if there is a GPU, otherwise the machine's."""
+    import mlx.core as mx
+
+    size = None if on_cpu() else mx.device_info().get("memory_size")
+    return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def begins_early() -> bool:
     """Whether a graph goes to the device in parts while it is built: to a CPU, if BLAS leaves the host a core.
 

@@ -24,12 +24,14 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 
+from ..core.errors import GenerationError
 from ..drafters.protocol import Drafter
 from ..drafters.rows import TextByText, drafts_of_row, for_batches
 from ..policies.base import BlockRecord, Drafts, Policy
 from ..target import LoadedTargetModel
-from .block import Block, call_policy, check_committed
-from .sampling import DrawingSampler, Sampler, process_logits
+from ..target.rows import as_rows
+from .block import Block, call_policy, check_committed, not_a_number
+from .sampling import GREEDY, DrawingSampler, Sampler, process_logits
 from .verify import NO_TOKEN, accepted_length, sample_target
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class Tapped:
     Args:
         target: The model whose texts are written.
         drafter: Proposes tokens; one that drafts for one text only is asked for each in turn.
-        policy: The policy for a number of rows.
+        policy: How many drafts each block verifies; it is told with each step how many rows there were.
         block_size: Most tokens of a row in one pass.
         max_length: Most tokens of a row.
         clock: Returns seconds, for the policy.
@@ -53,7 +55,7 @@ class Tapped:
         self,
         target: LoadedTargetModel,
         drafter: Drafter,
-        policy: Callable[[int], Policy],
+        policy: Policy,
         block_size: int,
         max_length: int,
         clock: Callable[[], float] = time.perf_counter,
@@ -68,7 +70,7 @@ class Tapped:
 
     def make_cache(self) -> list[Any]:
         """New, empty caches of one text: the target's, then the drafter's."""
-        return [*make_prompt_cache(self.target.model), *self.drafter.make_layers()]
+        return [*as_rows(make_prompt_cache(self.target.model)), *self.drafter.make_layers()]
 
     def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
         """Logits ``[B, L, V]``; both models' caches take in the tokens."""
@@ -86,7 +88,8 @@ class RowBlock:
     """What one pass answered in one row.
 
     ``block.tokens`` are the row's anchor and the accepted drafts, and its last token if that ends it. With the last
-    block come the reason, the row's caches, and the tokens that these hold: all but the last, if that was not fed.
+    block come the reason, the row's caches, and the tokens that these hold: all but the last, if that was not fed. A
+    row that fails ends with the reason ``"error"`` and its ``error``, without tokens and caches; the others go on.
     """
 
     uid: int
@@ -94,6 +97,24 @@ class RowBlock:
     finish_reason: str | None = None
     prompt_cache: list[Any] | None = None
     all_tokens: list[int] | None = None
+    error: Exception | None = None
+
+
+class Guarded:
+    """A row's own sampler or logits processor, whose error ends its row only; after one, ``instead`` is called."""
+
+    def __init__(self, function: Callable[..., mx.array], instead: Callable[..., mx.array]):
+        self.function, self.instead = function, instead
+        self.error: Exception | None = None
+
+    def __call__(self, *inputs: mx.array) -> mx.array:
+        harmless = self.instead(*inputs)
+        if self.error is None:
+            try:
+                return self.function(*inputs).reshape(harmless.shape)
+            except Exception as error:
+                self.error = error
+        return harmless
 
 
 class SpeculativeBatch(GenerationBatch):
@@ -109,13 +130,17 @@ class SpeculativeBatch(GenerationBatch):
 
     def next(self) -> list[Any]:
         """One step of every row: a :class:`RowBlock` each."""
+        errors = [self._error(row) for row in range(len(self.uids))]
+        failed = [_failed(uid, error) for uid, error in zip(self.uids, errors, strict=True) if error is not None]
+        if failed:  # when they were sampled last
+            self.filter([row for row, error in enumerate(errors) if error is None])
         if not self.uids:
-            return []
-        policy = self.model.policy(len(self.uids))
+            return failed
+        policy = self.model.policy
         most = 0 if call_policy(policy.sleep) else self._most_drafts()
         length = min(call_policy(policy.draft_length, most), most) if most else 0
         verified = min(call_policy(policy.verify_length, Drafts(length)), length) if length else 0
-        return self._block(policy, length, verified) if verified else self._plain_step(policy)
+        return failed + (self._block(length, verified) if verified else self._plain_step())
 
     def _most_drafts(self) -> int:
         """As many as the row that needs most can use, while no row is fed more tokens than its positions allow."""
@@ -123,7 +148,7 @@ class SpeculativeBatch(GenerationBatch):
         room = min(self.model.max_length - len(tokens) for tokens in self.tokens)
         return max(min(self.model.block_size, needed, room) - 1, 0)
 
-    def _block(self, policy: Policy, length: int, verified: int) -> list[RowBlock]:
+    def _block(self, length: int, verified: int) -> list[RowBlock]:
         """Draft ``length`` tokens a row, verify ``verified`` of them, answer what each row accepted."""
         self._settle()
         mx.eval(self._next_tokens)  # a plain step computes them ahead
@@ -138,14 +163,14 @@ class SpeculativeBatch(GenerationBatch):
         mx.eval(drafts_BK, own_BL, features_BLF)
 
         anchors, drafts, own = (cast(list[Any], tokens.tolist()) for tokens in (anchors_B, drafts_BK, own_BL))
-        blocks, reasons, kept, following = [], [], [], []
+        blocks, reasons, kept, following, errors = [], [], [], [], []
         for row, anchor in enumerate(anchors):
             drafted = drafts_of_row(drafter, drafts[row], target.vocab_size)
             accepted = accepted_length(drafted, own[row])
-            check_committed(target, own[row][: accepted + 1])
+            errors.append(self._error(row, own[row][: accepted + 1]))
             tokens, reason = self._until_end(row, [anchor, *drafted[:accepted]])
             kept.append(len(tokens))
-            following.append(own[row][len(tokens) - 1])
+            following.append(max(own[row][len(tokens) - 1], 0))  # NO_TOKEN ends the row
             if reason is None and (reason := self._ends_with(row, following[row])):
                 tokens.append(following[row])
             blocks.append(Block(drafted, tokens, accepted, proposed=length))
@@ -153,8 +178,8 @@ class SpeculativeBatch(GenerationBatch):
         self._keep(kept, inputs_BL, features_BLF, target_pass)
         self._next_tokens, self._next_logprobs = mx.array(following, mx.uint32), [None] * len(following)
         mx.async_eval([cache.state for cache in self.prompt_cache])
-        policy.observe(_record(blocks, length, verified, self.model.clock() - started))
-        return self._answer(blocks, reasons)
+        self.model.policy.observe(_record(blocks, length, verified, self.model.clock() - started))
+        return self._answer(blocks, reasons, errors)
 
     def _own_tokens(self, inputs_BL: mx.array, logits_BLV: mx.array) -> mx.array:
         """The target's choice ``[B, L]`` at each position, by each row's own processors and sampler."""
@@ -192,33 +217,54 @@ class SpeculativeBatch(GenerationBatch):
             if self.logits_processors[row]:  # plain steps show it to them
                 self._token_context[row] = TokenBuffer(self.tokens[row])
 
-    def _answer(self, blocks: list[Block], reasons: list[str | None]) -> list[RowBlock]:
+    def _error(self, row: int, tokens: Sequence[int] = ()) -> Exception | None:
+        """What is wrong with a row that would answer ``tokens``."""
+        for part in (self.samplers[row], *self.logits_processors[row]):
+            if isinstance(part, Guarded) and part.error is not None:
+                return part.error
+        try:
+            check_committed(self.model.target, tokens)
+        except GenerationError as error:
+            return error
+        return None
+
+    def _answer(self, blocks: list[Block], reasons: list[str | None], errors: list[Exception | None]) -> list[RowBlock]:
         """The rows' blocks; those that end leave the batch with their caches."""
-        answers = []
-        for row, (block, reason) in enumerate(zip(blocks, reasons, strict=True)):
-            last = (self.extract_cache(row), self.tokens[row]) if reason else (None, None)
-            answers.append(RowBlock(self.uids[row], block, reason, *last))
-        if any(reasons):
-            self.filter([row for row, reason in enumerate(reasons) if reason is None])
+        answers, left = [], []
+        for row, (uid, block, reason, error) in enumerate(zip(self.uids, blocks, reasons, errors, strict=True)):
+            if error is not None:
+                answers.append(_failed(uid, error))
+            elif reason is not None:
+                answers.append(RowBlock(uid, block, reason, self.extract_cache(row), self.tokens[row]))
+            else:
+                answers.append(RowBlock(uid, block))
+                left.append(row)
+        if len(left) < len(answers):
+            self.filter(left)
         return answers
 
-    def _plain_step(self, policy: Policy) -> list[RowBlock]:
+    def _plain_step(self) -> list[RowBlock]:
         """mlx-lm's own step, one token a row. The drafter's context gets several steps' tokens at once, later."""
-        started, self.model.waiting = self.model.clock(), self._waiting
+        started, rows, self.model.waiting = self.model.clock(), len(self.uids), self._waiting
         try:
             answers = super().next()
         finally:
             self.model.waiting = None
-        policy.observe(BlockRecord(0, 0, 0, 0, None, self.model.clock() - started, asleep=True))
+        seconds = self.model.clock() - started
+        self.model.policy.observe(BlockRecord(0, 0, 0, 0, None, seconds, asleep=True, rows=rows))
         if len(self._waiting) >= WAITING:
             self._settle()
-        for last in (a for a in answers if a.finish_reason and a.logprobs is not None):
-            if mx.isnan(last.logprobs[0]).item():  # NaN stays NaN; a look at every step would make the host wait
-                check_committed(self.model.target, [NO_TOKEN])
-        return [
-            RowBlock(a.uid, Block([], [a.token], 0, asleep=True), a.finish_reason, a.prompt_cache, a.all_tokens)
-            for a in answers
-        ]
+        found = []
+        for a in answers:
+            # NaN stays NaN, so its last step tells of it; a look at every step would make the host wait.
+            nan = a.finish_reason and a.logprobs is not None and mx.isnan(a.logprobs[0]).item()
+            block = Block([], [a.token], 0, asleep=True)
+            found.append(
+                _failed(a.uid, not_a_number())
+                if nan
+                else RowBlock(a.uid, block, a.finish_reason, a.prompt_cache, a.all_tokens)
+            )
+        return found
 
     def _settle(self) -> None:
         """Give the drafter the tokens of the plain steps. Called before a block, and before rows change."""
@@ -257,6 +303,29 @@ class SpeculativeGenerator(BatchGenerator):
     def __init__(self, model: Tapped, **options: Any):
         super().__init__(cast(Any, model), stream=mx.default_stream(mx.default_device()), **options)
         self._generation_batch = SpeculativeBatch.empty(cast(Any, model), self.sampler)
+
+    def insert_segments(
+        self, segments: Any, max_tokens: Any = None, caches: Any = None, *options: Any, **named: Any
+    ) -> Any:
+        """As mlx-lm's; ``caches`` are those of texts alone, such as a row's that has left a batch."""
+        rows = caches and [held and as_rows(held) for held in caches]
+        return super().insert_segments(segments, max_tokens, rows, *options, **named)
+
+    def _make_batch(self, n: int) -> Any:
+        """The next prompts, each with samplers and logits processors that can fail alone."""
+        batch = super()._make_batch(n)
+        batch.samplers = [
+            s if s is GREEDY or isinstance(s, DrawingSampler) else Guarded(s, GREEDY) for s in batch.samplers
+        ]
+        batch.logits_processors = [
+            [Guarded(process, lambda _, logits: logits) for process in processors or ()]
+            for processors in batch.logits_processors
+        ]
+        return batch
+
+
+def _failed(uid: int, error: Exception) -> RowBlock:
+    return RowBlock(uid, Block([], [], 0), "error", error=error)
 
 
 def _choose(logits_NV: mx.array, sampler: Sampler) -> mx.array:

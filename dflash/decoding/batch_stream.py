@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from mlx_lm.generate import StopSequences
 
@@ -31,7 +31,7 @@ def stream_requests(
 ) -> Generator[tuple[int, DFlashResponse], None, None]:
     """The responses of all requests, each with its request's number, as they are decoded in up to ``batch_size`` rows.
 
-    Closing it, or an error in it, ends all of them.
+    A row that fails ends with the reason ``"error"``. Closing this, or any other error, ends all of them.
     """
     generator = SpeculativeGenerator(
         model,
@@ -44,7 +44,7 @@ def stream_requests(
         uids = generator.insert(
             [request.prompt for _, request in asked],
             [request.max_tokens for _, request in asked],
-            samplers=_by_row([request.sampler for _, request in asked]),
+            samplers=[row_sampler(request.sampler) for _, request in asked],
             logits_processors=[list(request.processors) for _, request in asked],
             stop_sequences=[StopSequences([[token] for token in request.stops]) for _, request in asked],
         )
@@ -55,7 +55,7 @@ def stream_requests(
         while blocks := generator.next_generated():
             for block in blocks:
                 number, answer = answers[block.uid]
-                response = answer.add(Step(block.block.tokens, block.block, block.finish_reason))
+                response = answer.add(Step(block.block.tokens, block.block, block.finish_reason, error=block.error))
                 if response.finish_reason is not None and block.finish_reason is None:
                     generator.remove([block.uid])  # a stop string
                 yield number, response
@@ -63,10 +63,13 @@ def stream_requests(
         generator.close()
 
 
-def _by_row(samplers: Sequence[Sampler]) -> list[Sampler]:
-    """The samplers as mlx-lm gets them: rows that share one are sampled in one call, which not every one allows."""
-    drawing: dict[DrawingSampler, DrawingSampler] = {}
-    return [
-        drawing.setdefault(s, s) if isinstance(s, DrawingSampler) else s if s is GREEDY else partial(s)
-        for s in samplers
-    ]
+def row_sampler(sampler: Sampler) -> Sampler:
+    """The sampler as mlx-lm gets it: rows that share one are sampled in one call, which not every one allows."""
+    if isinstance(sampler, DrawingSampler):
+        return _first_equal(sampler)
+    return sampler if sampler is GREEDY else partial(sampler)
+
+
+@lru_cache
+def _first_equal(sampler: DrawingSampler) -> DrawingSampler:
+    return sampler

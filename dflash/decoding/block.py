@@ -215,14 +215,19 @@ def check_verified(verify: VerifyRule, verified: Verified, drafted: list[int], p
         )
 
 
-def check_committed(target: LoadedTargetModel, tokens: list[int]) -> None:
+def not_a_number() -> GenerationError:
+    """What is said of logits that are NaN."""
+    return GenerationError(
+        "The target's logits are not a number (NaN): its weights are damaged, or they overflow in their type. "
+        "Load the target again from intact files, or in bfloat16 or float32."
+    )
+
+
+def check_committed(target: LoadedTargetModel, tokens: Sequence[int]) -> None:
     """Raise ``GenerationError`` unless ``tokens`` are tokens of the target."""
     if NO_TOKEN in tokens:
-        raise GenerationError(
-            "The target's logits are not a number (NaN): its weights are damaged, or they overflow in their type. "
-            "Load the target again from intact files, or in bfloat16 or float32."
-        )
-    if not 0 <= min(tokens) <= max(tokens) < target.vocab_size:
+        raise not_a_number()
+    if not all(0 <= token < target.vocab_size for token in tokens):
         raise GenerationError(
             f"The sampler or verification rule chose {tokens}; this target's ids are 0 to {target.vocab_size - 1}."
         )

@@ -11,6 +11,10 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..core.backend import machine_memory
+from ..core.files import flat
+from ..target.rewind import members
+
 _PROMPTS_PER_PASS = 32
 _ENDED_PART = 8
 """Rows leave a batch once one in this many has ended."""
@@ -71,6 +75,23 @@ def _read_prefix(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([list(tokens)]), cache=cache), [layer.state for layer in cache])
     return cache
+
+
+def rows_that_fit(model: nn.Module, tokens: int) -> int:
+    """How many texts of so many tokens have caches that take a quarter of the memory beside the weights; at least one.
+
+    A batch that grows is copied, and prompts are read beside it.
+    """
+    caches, weights = make_prompt_cache(model), sum(weight.nbytes for weight in flat(model.parameters()).values())
+    model(mx.zeros((1, 1), mx.int32), cache=caches)  # never computed: only the shapes count
+    each = sum(_bytes(member, tokens) for cache in caches for member in members(cache))
+    return max(1, (machine_memory() - weights) // 4 // max(each, 1))
+
+
+def _bytes(cache: Any, tokens: int) -> int:
+    """The bytes that a cache of one token will have after ``tokens``: keys and values grow by steps, states do not."""
+    held = min(tokens, getattr(cache, "max_size", tokens))
+    return cache.nbytes * (-(-held // cache.step) if hasattr(cache, "step") else 1)
 
 
 def unbatched_layer(model: nn.Module) -> tuple[int, str] | None:

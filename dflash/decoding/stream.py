@@ -32,8 +32,9 @@ class DFlashResponse:
         generation_tokens: Tokens generated so far.
         generation_tps: Tokens after the first per second since the first; 0 while there is only one.
         peak_memory: Peak memory of the process's MLX arrays in GB.
-        finish_reason: ``"stop"``, ``"length"``, or ``None`` before the end.
+        finish_reason: ``"stop"``, ``"length"``, or ``None`` before the end; of a batch also ``"error"``.
         profile: Seconds by part; only in the last response of a request with ``profile=True``.
+        error: What ended the answer, if that is ``"error"``.
     """
 
     text: str
@@ -47,16 +48,18 @@ class DFlashResponse:
     peak_memory: float
     finish_reason: str | None = None
     profile: Profile | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """A block cut at the first stop token, and the policy's reasons for it (``why``)."""
+    """A block cut at the first stop token, the policy's reasons for it (``why``), and an error that ends the text."""
 
     tokens: list[int]
     block: Block
     finish_reason: str | None
     why: Mapping[str, float] = field(default_factory=dict)
+    error: Exception | None = None
 
 
 def first_block(state: DecodeState) -> Block:
@@ -121,6 +124,7 @@ class Answer:
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finish,
             profile=self._recorder.profile if self._recorder is not None and finish is not None else None,
+            error=step.error if finish == "error" else None,
         )
 
 

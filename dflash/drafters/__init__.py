@@ -5,6 +5,7 @@ from .checkpoints.checkpoint import save_drafter as save_drafter
 from .dflare import QwenDFlareDraftModel as QwenDFlareDraftModel
 from .dflash import DFlashDraftModel as DFlashDraftModel  # importing a module registers its kind
 from .dflash2 import DFlash2DraftModel as DFlash2DraftModel
+from .domino import DominoDraftModel as DominoDraftModel
 from .dspark import DSparkDraftModel as DSparkDraftModel
 from .mtp import MTPDrafter as MTPDrafter
 from .ngram import NgramDrafter as NgramDrafter

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..target.ring import Ring
 from .layers import block_mask
-from .rows import Ragged
 
 SPARE = 256  # free rows of a new buffer: room for a block, and how often a window's buffer is moved
 
@@ -94,12 +94,9 @@ class LayerContext:
         return block_mask(self.held, length, window, causal)
 
     @staticmethod
-    def merge(contexts: Sequence["LayerContext"]) -> "BatchContext":
-        """The contexts of several texts, as mlx-lm merges its caches."""
-        merged, *others = (BatchContext(context) for context in contexts)
-        for other in others:
-            merged.extend(other)
-        return merged
+    def merge(contexts: Sequence["LayerContext"]) -> Ring:
+        """The :class:`BatchContext` of several texts, as mlx-lm merges its caches."""
+        return Ring.merge([BatchContext(context) for context in contexts])
 
     def _write(self, keys: mx.array, values: mx.array, kept: int) -> None:
         """Write rows after the last one; a full buffer is replaced by one that starts with the ``kept`` newest rows."""
@@ -154,123 +151,37 @@ class ContextCache:
             layer.rewind(length)
 
 
-class BatchContext(Ragged):
-    """The :class:`LayerContext` of several texts, one a batch row, with the methods of mlx-lm's batch caches.
-
-    Every text has a place of its own in the buffer at which its next tokens are written, so that what one rejects moves
-    nothing. A buffer that is full for one of them is replaced, and each text's kept rows move to its beginning.
-    """
+class BatchContext(Ring):
+    """The :class:`LayerContext` of several texts, one a batch row."""
 
     def __init__(self, context: LayerContext):
-        self.limit = context.limit
-        self.keys, self.values = context.keys, context.values
-        self.offsets = [context.offset]
-        self._starts, self._ends = [context._start], [context._end]  # of the rows kept of each text
-
-    @property
-    def offset(self) -> mx.array:
-        """Committed tokens of each text, ``[B]``."""
-        return mx.array(self.offsets)
-
-    @property
-    def state(self) -> list[mx.array]:
-        """The buffers, for ``mx.eval``."""
-        return [] if self.keys is None or self.values is None else [self.keys, self.values]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(buffer.nbytes for buffer in self.state)
+        super().__init__(context.limit, context.offset, *(context.state if context.held else (None, None)))
 
     def append(self, keys_BKSD: mx.array, values_BKSD: mx.array, counts: Sequence[int] | None = None) -> None:
         """Commit the first ``counts[i]`` new tokens of each text ``i``, by default what :meth:`counts` says."""
-        counts = self.counts(len(self.offsets), keys_BKSD.shape[2]) if counts is None else counts
-        self._write(keys_BKSD, values_BKSD)
-        self.offsets = [offset + count for offset, count in zip(self.offsets, counts, strict=True)]
-        self._ends = [end + count for end, count in zip(self._ends, counts, strict=True)]
-        if self.limit is not None:
-            limit = self.limit
-            self._starts = [max(start, end - limit) for start, end in zip(self._starts, self._ends, strict=True)]
+        self.write(keys_BKSD, values_BKSD)
+        self.advance(self.counts(*keys_BKSD.shape[::2]) if counts is None else counts)
 
     def with_block(self, keys_BKLD: mx.array, values_BKLD: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values of contexts and blocks, each ``[B, K, S, D]``; :meth:`block_mask` hides the rest."""
-        self._write(keys_BKLD, values_BKLD)
-        assert self.keys is not None
-        assert self.values is not None
-        end = max(self._ends) + keys_BKLD.shape[2]
-        return self.keys[..., :end, :], self.values[..., :end, :]
+        """Keys and values of contexts and blocks, each ``[B, K, R, D]``; :meth:`block_mask` hides the rest."""
+        return self.write(keys_BKLD, values_BKLD)
 
     def block_mask(self, length: int, window: int | None, causal: bool) -> mx.array:
-        """The mask ``[B, 1, L or 1, S]`` over :meth:`with_block`: for each text that of its block alone."""
-        starts, ends = (mx.array(places)[:, None, None, None] for places in (self._starts, self._ends))
-        entries = mx.arange(max(self._ends) + length)
-        queries = ends + mx.arange(length)[:, None]
-        visible = (entries >= starts) & (entries < ends + length)
+        """The mask ``[B, 1, L or 1, R]`` over :meth:`with_block`: for each text that of its block alone."""
+        held, queries = self.positions(length)
+        visible = held >= mx.array(self.oldest())[:, None, None, None]
         if window is not None:
-            visible = visible & ((entries >= ends) | (entries > queries - window))
-        return visible & (entries <= queries) if causal else visible
-
-    def filter(self, rows: Sequence[int]) -> None:
-        """Keep these texts, and of the buffer what they use."""
-        self.offsets, self._starts, self._ends = (
-            [places[row] for row in rows] for places in (self.offsets, self._starts, self._ends)
-        )
-        if self.keys is not None and self.values is not None:
-            kept, room = mx.array(list(rows)), max(self._ends, default=0) + SPARE
-            self.keys, self.values = self.keys[:, :, :room][kept], self.values[:, :, :room][kept]
-
-    def extend(self, other: "BatchContext") -> None:
-        """Take in the texts of another batch."""
-        mine, theirs = len(self.offsets), len(other.offsets)
-        if self.keys is not None or other.keys is not None:
-            self.keys = _stacked(self.keys, mine, other.keys, theirs)
-            self.values = _stacked(self.values, mine, other.values, theirs)
-        self.offsets = self.offsets + other.offsets
-        self._starts, self._ends = self._starts + other._starts, self._ends + other._ends
+            visible = visible & ((held >= queries[:, :, :1]) | (held > queries - window))
+        return visible & (held <= queries) if causal else visible
 
     def extract(self, row: int) -> LayerContext:
         """One text's context."""
         context = LayerContext(self.limit)
-        if self.keys is None or self.values is None:
-            return context
-        kept = slice(self._starts[row], self._ends[row])
-        context.restore(self.keys[row : row + 1, :, kept], self.values[row : row + 1, :, kept], self.offsets[row])
+        if entries := self.entries(row):
+            context.restore(*entries, self.offsets[row])
+        else:
+            context.skip(self.offsets[row])
         return context
-
-    def _write(self, keys: mx.array, values: mx.array) -> None:
-        """Write new rows after each text's last one, in a buffer that has room for them."""
-        new = keys.shape[2]
-        if self.keys is None or self.values is None or max(self._ends) + new > self.keys.shape[2]:
-            held = [end - start for start, end in zip(self._starts, self._ends, strict=True)]
-            kept = mx.array(self._starts)[:, None] + mx.arange(max(held))
-            self.keys = _gathered(self.keys, kept, keys, new + SPARE)
-            self.values = _gathered(self.values, kept, values, new + SPARE)
-            self._starts, self._ends = [0] * len(held), held
-        places = (mx.array(self._ends)[:, None] + mx.arange(new))[:, None, :, None]
-        self.keys = mx.put_along_axis(self.keys, mx.broadcast_to(places, keys.shape), keys, axis=2)
-        self.values = mx.put_along_axis(self.values, mx.broadcast_to(places, values.shape), values, axis=2)
-
-
-def _gathered(buffer: mx.array | None, kept_BS: mx.array, like: mx.array, spare: int) -> mx.array:
-    """A new buffer: the rows ``kept_BS`` of each text, then ``spare`` free ones."""
-    if buffer is not None:
-        # A text with fewer rows than others gets what lies after them; no index may be outside.
-        inside = mx.minimum(kept_BS, buffer.shape[2] - 1)[:, None, :, None]
-        buffer = mx.take_along_axis(buffer, inside, axis=2)
-    return _moved(buffer, slice(None), like, spare)
-
-
-def _stacked(mine: mx.array | None, count: int, theirs: mx.array | None, others: int) -> mx.array:
-    """Buffers of two batches as one, as long as the longer."""
-    like = mine if mine is not None else theirs
-    assert like is not None
-    _, heads, _, size = like.shape
-    parts = [
-        mx.zeros((rows, heads, 0, size), like.dtype) if buffer is None else buffer
-        for buffer, rows in ((mine, count), (theirs, others))
-    ]
-    longest = max(part.shape[2] for part in parts)
-    return mx.concatenate([mx.pad(part, [(0, 0), (0, 0), (0, longest - part.shape[2]), (0, 0)]) for part in parts])
 
 
 def _moved(buffer: mx.array | None, kept: slice, like: mx.array, spare: int) -> mx.array:

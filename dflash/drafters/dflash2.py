@@ -161,7 +161,7 @@ class DFlash2DraftModel(SequentialDraftModel):
         "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16
     }  # fmt: skip
     added_modules: ClassVar[tuple[str, ...]] = ("attention_conv", "mlp_conv", "candidate_selector")
-    head_modules: ClassVar[tuple[str, ...]] = ("candidate_selector",)
+    head_modules: ClassVar[tuple[str, ...]] = ("lm_head", "candidate_selector")
     measures: ClassVar[tuple[str, ...]] = ("accuracy", "candidate_recall")
     config: DFlash2Config
 

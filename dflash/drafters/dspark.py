@@ -85,7 +85,7 @@ class DSparkDraftModel(SequentialDraftModel):
     config_class: ClassVar[type[DFlashConfig]] = DSparkConfig
     own_tables: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head")
     added_modules: ClassVar[tuple[str, ...]] = ("markov_head", "confidence_head")
-    head_modules: ClassVar[tuple[str, ...]] = ("markov_head", "confidence_head")
+    head_modules: ClassVar[tuple[str, ...]] = ("lm_head", "markov_head", "confidence_head")
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig):
@@ -149,14 +149,15 @@ class DSparkDraftModel(SequentialDraftModel):
         """Whether there is a confidence head to teach."""
         return "confidence_head" in self
 
-    def taught_logits(self, hidden_TE: mx.array, previous_T: mx.array, positions_T: mx.array) -> mx.array:
+    def taught_logits(
+        self, base_TV: mx.array, hidden_TE: mx.array, previous_T: mx.array, positions_T: mx.array
+    ) -> mx.array:
         """Logits ``[T, V]`` with the bias of the true token before each prediction."""
-        logits_TV = self.head(hidden_TE)
         if "markov_head" not in self:
-            return logits_TV
+            return base_TV
         before_TR = self.markov_head.markov_w1(previous_T)
         latent_TR = self.markov_head.walk(before_TR, hidden_TE, positions_T, self.block_size - 1)
-        return logits_TV + self.markov_head.bias(latent_TR)
+        return base_TV + self.markov_head.bias(latent_TR)
 
     def auxiliary_losses(self, hidden_TE: mx.array, previous_T: mx.array, predictions: Predictions) -> mx.array | None:
         """Cross-entropy ``[T]`` of the confidence with ``sum(min(p, q))``, the acceptance probability (a constant).

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.errors import CheckpointError, did_you_mean
+from .trainable import states_of_blocks
 
 
 class MarkovHead(nn.Module):
@@ -65,17 +66,11 @@ class RecurrentMarkovHead(MarkovHead):
         return mx.tanh(out_NR), gate_NR * state_NR + (1 - gate_NR) * mx.tanh(new_NR)
 
     def walk(self, before_NR: mx.array, hidden_NE: mx.array, positions_N: mx.array, most: int) -> mx.array:
-        # All blocks advance together: round k computes every row and keeps those at position k, whose state is that
-        # of the row before. Blocks of different lengths need no padding, and positions never go to the host.
-        positions_N1 = positions_N[:, None]
-        states_NR = latents_NR = mx.zeros_like(before_NR)
-        for k in range(1, most + 1):
-            earlier_NR = mx.concatenate([mx.zeros_like(states_NR[:1]), states_NR[:-1]])
-            earlier_NR = mx.where(positions_N1 == 1, 0, earlier_NR)
-            latent_NR, state_NR = self.step(before_NR, hidden_NE, earlier_NR)
-            latents_NR = mx.where(positions_N1 == k, latent_NR, latents_NR)
-            states_NR = mx.where(positions_N1 == k, state_NR, states_NR)
-        return latents_NR
+        def step(rows: mx.array, states: mx.array) -> mx.array:
+            return mx.concatenate([*self.step(before_NR[rows], hidden_NE[rows], states[:, self.rank :])], axis=-1)
+
+        both_N2R = mx.zeros((before_NR.shape[0], 2 * self.rank), before_NR.dtype)
+        return states_of_blocks(step, both_N2R, positions_N, most)[:, : self.rank]
 
 
 MARKOV_HEADS: dict[str, type[MarkovHead]] = {

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..core.errors import GenerationError
+from ..target.ring import Ragged
 from .checks import check_drafted, proposed_tokens
 from .protocol import BatchDrafter, Drafter, Proposal
 
@@ -17,28 +18,6 @@ NO_DRAFT = -1
 
 _OF_ONE_TEXT = (("propose", "propose_rows"), ("draft_hidden", "propose_rows"), ("extend_context", "extend_rows"))
 """What does for one text what another method does for several."""
-
-
-class Ragged:
-    """How many of the next tokens belong to each text: all, or while prompts are read what is left of its own."""
-
-    _left: list[int] | None = None
-
-    def prepare(self, lengths: Sequence[int] | None = None, **_: Any) -> None:
-        """Prompts of these ``lengths`` come next, padded on the right; called by mlx-lm."""
-        self._left = None if lengths is None else list(lengths)
-
-    def finalize(self) -> None:
-        """The prompts have been read."""
-        self._left = None
-
-    def counts(self, texts: int, length: int) -> list[int]:
-        """How many of the next ``length`` tokens are each text's."""
-        if self._left is None:
-            return [length] * texts
-        counts = [min(left, length) for left in self._left]
-        self._left = [left - count for left, count in zip(self._left, counts, strict=True)]
-        return counts
 
 
 class Contexts(Ragged):

@@ -1,4 +1,4 @@
-"""Acceptance measured by decoding, without plain decoding next to it: counts of each answer, rows by kind, a table.
+"""Acceptance: its counts, measured by decoding, without plain decoding next to it; rows by kind, a table.
 
 The acceptance length tau of several prompts is that of their blocks together: tokens committed over target passes, the
 prompts' own passes left out. Long answers weigh more than short ones, as in engines' counters; z-lab's script
@@ -6,18 +6,19 @@ prompts' own passes left out. Long answers weigh more than short ones, as in eng
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from itertools import takewhile
 from sys import maxsize
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..decoding.trace import Record, Trace, together
+from ..drafters.autoregressive import agreeing
 from ..drafters.protocol import Drafter
 from ..generate import DFlashSpeculativeDecoder
 from ..target import LoadedTargetModel
@@ -25,6 +26,8 @@ from .runs import BenchPrompt
 from .statistics import Interval, Ratio
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FIRST = 6  # positions in the table of kinds
 TAU = "tau: the blocks' tokens over passes of the target, of a row's prompts together; in brackets the 95 % interval"
@@ -79,6 +82,45 @@ def total(parts: Iterable[Acceptance], block_size: int) -> Acceptance:
     )
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """The block after one token of an answer.
+
+    Args:
+        at: The anchor's number in the answer, from 0.
+        verified: Drafts that count: all, but none after a stop token.
+        right: Leading drafts that are the text's.
+        committed: Tokens of the text that the block would commit.
+        chances: The drafter's own acceptance probability of each draft, if it was asked for and has some.
+    """
+
+    at: int
+    verified: int
+    right: int
+    committed: int
+    chances: list[float] | None = None
+
+
+def judged(answer: list[int], ended: bool, at: int, drafted: list[int]) -> Drafted:
+    """The block that verifies ``drafted`` after the token ``at`` of a whole ``answer``, ``ended`` by a stop token."""
+    rest = answer[at + 1 :]
+    right = agreeing(drafted, rest)
+    committed = min(right + 1, len(rest))
+    cut = ended and committed == len(rest)
+    return Drafted(at, min(committed, len(drafted)) if cut else len(drafted), right, committed)
+
+
+def counts(blocks: Iterable[Drafted], block_size: int) -> Acceptance:
+    """Counts as those of decoding; ``block_size - 1`` positions."""
+    committed, found = 0, list(blocks)
+    verified, accepted = (np.zeros(block_size - 1, dtype=np.int64) for _ in range(2))
+    for block in found:
+        committed += block.committed
+        verified[: block.verified] += 1
+        accepted[: block.right] += 1
+    return Acceptance(len(found), committed, verified, accepted)
+
+
 # --- decoding ----------------------------------------------------------------------------------------------
 
 
@@ -116,6 +158,37 @@ def measure_each(
         yield Acceptance(blocks, committed, verified, accepted)
 
 
+def measure_batch(
+    decoder: DFlashSpeculativeDecoder, prompts: Sequence[list[int]], batch_size: int, max_tokens: int, **options: Any
+) -> Iterator[tuple[int, Acceptance, str]]:
+    """Decode up to ``batch_size`` answers at a time: a prompt's number, its counts and its text, as each is complete.
+
+    Counts are those of :func:`measure_each`: drafts that a row has beyond its own end, since others needed them, count
+    nothing. What depends on other rows can differ: an elastic drafter's drafts before the end, samples, what a drafter
+    learns. ``options`` go to :meth:`~dflash.DFlashSpeculativeDecoder.stream_batch`, whose errors it raises.
+    """
+    target, drafter, size = decoder.loaded_target, decoder.draft_model, decoder.block_size
+    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=size, max_seq_length=maxsize)
+    answers, texts, anchors = [list[int]() for _ in prompts], [""] * len(prompts), [0] * len(prompts)
+    drafts = [dict[int, list[int]]() for _ in prompts]  # by their anchor's number in the answer
+    options = {"policy": "full"} | options
+    for number, response in decoder.stream_batch(prompts, batch_size, max_tokens=max_tokens, **options):
+        if response.error is not None:
+            raise response.error
+        drafts[number][anchors[number]] = response.drafted
+        anchors[number] += response.accepted + 1
+        answers[number] += response.tokens
+        texts[number] += response.text
+        if response.finish_reason is not None:
+            answer, ended = answers[number], response.finish_reason == "stop"
+            blocks = (
+                judged(answer, ended, at, drafted[: min(size, max_tokens - at - 1) - 1])
+                for at, drafted in drafts[number].items()
+                if at < len(answer) - 1
+            )
+            yield number, counts(blocks, size), texts[number]
+
+
 def measure_turns(
     decoder: DFlashSpeculativeDecoder,
     prompts: Sequence[BenchPrompt],
@@ -131,6 +204,7 @@ def measure_turns(
     has no room is left out, with a warning. ``options`` as in :func:`measure_each`.
     """
     target, drafter = decoder.loaded_target, decoder.draft_model
+    follow = partial(next_turn, target=target, encode=encode, max_tokens=max_tokens)
     asked: list[int] = []
     answer: list[str] = []
 
@@ -138,25 +212,57 @@ def measure_turns(
         answer.append(record.get("text", ""))
 
     def requests() -> Iterator[list[int]]:  # each is taken once the previous one is answered
-        for number, prompt in enumerate(prompts):
-            tokens, conversation = prompt.tokens, prompt.conversation
-            while True:
+        for number, first in enumerate(prompts):
+            prompt: BenchPrompt | None = first
+            while prompt is not None:
                 asked.append(number)
                 answer.clear()
-                yield tokens
-                if conversation is None or not conversation.later:
-                    break
-                conversation = conversation.after("".join(answer))
-                tokens = encode(list(conversation.messages))
-                if target.max_length is not None and len(tokens) + max_tokens > target.max_length:
-                    logger.warning("%s: a later turn is left out, %d tokens long.", conversation.where, len(tokens))
-                    break
+                yield prompt.tokens
+                prompt = follow(prompt, "".join(answer))
 
     listener = together(trace, listen if any(prompt.conversation for prompt in prompts) else None)
     tracing = {} if listener is None else {"trace": listener}
     each = measure_each(target, drafter, requests(), max_tokens, temperature, decoder.block_size, **options, **tracing)
     for counts in each:
         yield asked[-1], counts
+
+
+def in_turns(
+    prompts: Sequence[BenchPrompt],
+    answered: Callable[[list[list[int]]], Iterable[tuple[int, T, str]]],
+    follow: Callable[[BenchPrompt, str], BenchPrompt | None],
+) -> Iterator[tuple[int, T]]:
+    """All first turns together, then all second ones, and so on: the prompt's number with what ``answered`` found.
+
+    ``answered`` yields the number among the prompts that it gets, what is found, and the answer as text; ``follow`` is
+    :func:`next_turn` but for its first two arguments.
+    """
+    waiting: Mapping[int, BenchPrompt] = dict(enumerate(prompts))
+    while waiting:
+        numbers, following = [*waiting], {}
+        for i, found, text in answered([prompt.tokens for prompt in waiting.values()]):
+            if (later := follow(waiting[numbers[i]], text)) is not None:
+                following[numbers[i]] = later
+            yield numbers[i], found
+        waiting = dict(sorted(following.items()))
+
+
+def next_turn(
+    prompt: BenchPrompt,
+    answer: str,
+    target: LoadedTargetModel,
+    encode: Callable[[list[dict[str, str]]], list[int]],
+    max_tokens: int,
+) -> BenchPrompt | None:
+    """The next turn of a conversation after ``answer``; ``None`` after its last, or, with a warning, without room."""
+    if prompt.conversation is None or not prompt.conversation.later:
+        return None
+    conversation = prompt.conversation.after(answer)
+    tokens = encode(list(conversation.messages))
+    if target.max_length is not None and len(tokens) + max_tokens > target.max_length:
+        logger.warning("%s: a later turn is left out, %d tokens long.", conversation.where, len(tokens))
+        return None
+    return replace(prompt, tokens=tokens, conversation=conversation)
 
 
 # --- results -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from .replay import Drafted
+from .acceptance import Drafted
 from .statistics import Ratio
 
 _BINS = 10

@@ -63,6 +63,7 @@ def batch_speeds(
     given = options.asked("max_tokens", "seed") | {"stop_token_ids": stops}
     each = [{"max_tokens": limit} for limit in limits]
     known = {name: plain[name] for name in ("sampler", "logits_processors", "prefill_step_size")}
+    decoder.loaded_target.check_batchable()  # a target's trial comes once, like its loading
 
     def mlx_lm(count: int) -> list[list[int]]:
         found = batch_generate(
@@ -86,6 +87,8 @@ def batch_speeds(
         def dflash(count: int, blocks: list[int] = blocks) -> list[list[int]]:
             answers: list[list[int]] = [[] for _ in prompts]
             for number, response in decoder.stream_batch(prompts, count, each, **given):
+                if response.error is not None:
+                    raise response.error
                 answers[number] += [token for token in response.tokens if token not in stops]
                 if response.drafted:
                     blocks.append(response.accepted + 1)

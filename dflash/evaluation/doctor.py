@@ -135,6 +135,10 @@ MEANINGS = {
     "enable_confidence_head": "whether a head says how likely each draft is accepted",
     "confidence_head_with_markov": "whether that head reads the token before too",
     "confidence_temperatures": "divisors of that head's logits, one a draft",
+    # Domino
+    "gru_hidden_dim": "numbers in the state that remembers the block's tokens",
+    "emb_dim": "rank of what that state adds to the logits",
+    "pure_draft_prefix_len": "drafts at the start of a block to which it adds nothing",
 }
 """Meanings of the keys of published configs."""
 

@@ -9,7 +9,6 @@ Shapes: S tokens, F features, A anchors, L drafts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from sys import maxsize
 from typing import Any
@@ -18,7 +17,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import wired_limit
 
-from ..decoding.loop import PREFILL_STEP_SIZE
 from ..drafters.autoregressive import agreeing
 from ..drafters.blocks import draft_hidden
 from ..drafters.dflash import DFlashDraftModel
@@ -26,49 +24,20 @@ from ..drafters.protocol import Drafter, Proposal
 from ..drafters.rows import TextByText, drafts_of_row, for_batches
 from ..generate import DFlashSpeculativeDecoder
 from ..target import LoadedTargetModel
-from .acceptance import Acceptance
+from .acceptance import Acceptance, Drafted, counts, judged
+from .features import Features
 from .texts import Text
 
 _TEXTS = 16  # held at a time
 _ANCHORS = 64  # blocks of one pass over a text
 
 
-@dataclass(frozen=True)
-class Drafted:
-    """The block after one token of an answer.
-
-    Args:
-        at: The anchor's number in the answer, from 0.
-        verified: Drafts that count: all, but none after a stop token.
-        right: Leading drafts that are the text's.
-        committed: Tokens of the text that the block would commit.
-        chances: The drafter's own acceptance probability of each draft, if it was asked for and has some.
-    """
-
-    at: int
-    verified: int
-    right: int
-    committed: int
-    chances: list[float] | None = None
-
-
-def counts(blocks: Iterable[Drafted], block_size: int) -> Acceptance:
-    """Counts as those of decoding; ``block_size - 1`` positions."""
-    committed, found = 0, list(blocks)
-    verified, accepted = (np.zeros(block_size - 1, dtype=np.int64) for _ in range(2))
-    for block in found:
-        committed += block.committed
-        verified[: block.verified] += 1
-        accepted[: block.right] += 1
-    return Acceptance(len(found), committed, verified, accepted)
-
-
 def measure_on(
-    target: LoadedTargetModel, drafters: Sequence[Drafter], texts: Iterable[Text], held: "Held | None" = None
+    target: LoadedTargetModel, drafters: Sequence[Drafter], texts: Iterable[Text], features: Features | None = None
 ) -> Iterator[list[Acceptance]]:
     """For each text the counts of each drafter: those that ``acceptance.measure_each`` finds by decoding."""
     decoders = [DFlashSpeculativeDecoder(target, drafter, max_seq_length=maxsize) for drafter in drafters]
-    for found in replay(decoders, texts, held=held):
+    for found in replay(decoders, texts, features=features):
         yield [counts(blocks, decoder.block_size) for blocks, decoder in zip(found, decoders, strict=True)]
 
 
@@ -76,24 +45,25 @@ def replay(
     decoders: Sequence[DFlashSpeculativeDecoder],
     texts: Iterable[Text],
     every_anchor: bool = False,
-    held: "Held | None" = None,
+    features: Features | None = None,
 ) -> Iterator[list[list[Drafted]]]:
     """For each text, the blocks of each decoder's drafter: those of the walk, or after every token but the last.
 
-    The decoders share a target, which reads a text once for all; what it read is ``held`` for the next call on the same
-    texts. With ``every_anchor`` there are probabilities too.
+    The decoders share a target, which reads a text once for all, or not at all if ``features`` have it from another
+    call. With ``every_anchor`` there are probabilities too.
 
     Raises ``GenerationError`` for what a drafter returns that cannot be verified.
     """
     target = decoders[0].loaded_target
     layer_ids = sorted({i for decoder in decoders for i in decoder.draft_model.target_layer_ids})
+    features = features or Features(most_bytes=0)
     with wired_limit(target.model):
         for group in _groups(texts):
-            features = [(held or Held(0)).features(target, text, layer_ids) for text in group]
+            whole = [features.of(target, text, layer_ids) for text in group]
             found = []
             for decoder in decoders:
                 layers = [layer_ids.index(i) for i in decoder.draft_model.target_layer_ids]
-                own = [_columns(whole, layers, len(layer_ids)) for whole in features]
+                own = [_columns(each, layers, len(layer_ids)) for each in whole]
                 found.append((_every if every_anchor else _walk)(decoder, group, own))
             yield from map(list, zip(*found, strict=True))
 
@@ -104,34 +74,6 @@ def _groups(texts: Iterable[Text]) -> Iterator[list[Text]]:
         yield group
 
 
-class Held:
-    """Features of texts, as long as they take at most ``most_bytes`` together."""
-
-    def __init__(self, most_bytes: int = 2**28):
-        self._left, self._held = most_bytes, dict[tuple[int, ...], mx.array]()
-
-    def features(self, target: LoadedTargetModel, text: Text, layer_ids: Sequence[int]) -> mx.array:
-        """``[1, S, F]`` of all tokens but the last. The target and its layers must be the same in each call."""
-        if (found := self._held.get(key := tuple(text.tokens))) is None:
-            found = read(target, text.tokens[:-1], layer_ids)
-            if found.nbytes <= self._left:
-                self._held[key], self._left = found, self._left - found.nbytes
-        return found
-
-
-def read(target: LoadedTargetModel, tokens: list[int], layer_ids: Sequence[int]) -> mx.array:
-    """Features ``[1, S, F]`` of a text, read in chunks as prompts are."""
-    if not layer_ids:
-        return mx.zeros((1, len(tokens), 0))
-    tokens_1S, cache, parts = mx.array([tokens]), target.make_cache(), []
-    for start in range(0, len(tokens), PREFILL_STEP_SIZE):
-        _, features = target.forward_hidden(tokens_1S[:, start : start + PREFILL_STEP_SIZE], cache, layer_ids)
-        ends = start + PREFILL_STEP_SIZE >= len(tokens)  # then nothing needs the layers after the last feature
-        mx.eval(features, [] if ends else [layer.state for layer in cache])
-        parts.append(features)
-    return mx.concatenate(parts, axis=1)
-
-
 def _columns(features: mx.array, layers: list[int], count: int) -> mx.array:
     """The features of some of ``count`` layers, in this order."""
     if layers == list(range(count)):
@@ -140,11 +82,9 @@ def _columns(features: mx.array, layers: list[int], count: int) -> mx.array:
     return mx.concatenate([parts[i] for i in layers], axis=-1) if layers else features[..., :0]
 
 
-Features = Sequence[mx.array]
-"""Of each text, ``[1, S, F]``."""
-
-
-def _walk(decoder: DFlashSpeculativeDecoder, texts: Sequence[Text], features: Features) -> list[list[Drafted]]:
+def _walk(
+    decoder: DFlashSpeculativeDecoder, texts: Sequence[Text], features: Sequence[mx.array]
+) -> list[list[Drafted]]:
     """The blocks that decoding verifies in each text: a pass of the drafter over the present ones of all at a time."""
     drafter, vocab_size = for_batches(decoder.draft_model), decoder.loaded_target.vocab_size
     # An elastic drafter's tokens depend on their number, and what drafts text by text may learn from one for the next.
@@ -175,21 +115,12 @@ def _walk(decoder: DFlashSpeculativeDecoder, texts: Sequence[Text], features: Fe
         counts = []
         for row, length, drafted in zip(rows, lengths, drafts, strict=True):
             known = drafts_of_row(drafter, drafted[:length], vocab_size)
-            found[row].append(block := _judged(texts[row], at[row], known))
+            found[row].append(block := judged(texts[row].answer, texts[row].ended, at[row], known))
             counts.append(block.committed)
             at[row] += block.committed
         new, tokens = (_spans(arrays, rows, starts, max(counts)) for arrays in (features, ids))
         drafter.extend_rows(new, layers, tokens, counts)
     return found
-
-
-def _judged(text: Text, at: int, drafted: list[int]) -> Drafted:
-    """The block of the walk after the answer's token ``at``."""
-    rest = text.answer[at + 1 :]
-    right = agreeing(drafted, rest)
-    committed = min(right + 1, len(rest))
-    cut = text.ended and committed == len(rest)
-    return Drafted(at, min(committed, len(drafted)) if cut else len(drafted), right, committed)
 
 
 def _spans(arrays: Sequence[mx.array], rows: Sequence[int], starts: Sequence[int], length: int) -> mx.array:
@@ -199,7 +130,9 @@ def _spans(arrays: Sequence[mx.array], rows: Sequence[int], starts: Sequence[int
     return mx.concatenate([mx.pad(part, width) for part, width in zip(parts, widths, strict=True)])
 
 
-def _every(decoder: DFlashSpeculativeDecoder, texts: Sequence[Text], features: Features) -> list[list[Drafted]]:
+def _every(
+    decoder: DFlashSpeculativeDecoder, texts: Sequence[Text], features: Sequence[mx.array]
+) -> list[list[Drafted]]:
     """The blocks after every token but the last; drafts after the text's end do not count."""
     drafter, length, found = decoder.draft_model, decoder.block_size - 1, []
     for text, own in zip(texts, features, strict=True):

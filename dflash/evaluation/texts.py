@@ -1,7 +1,7 @@
 """The target's greedy answers, written once by plain batches and kept, so that any drafter can be scored on them.
 
-At temperature 0 an answer depends on the target alone. Each is a file of its own in the folder of its
-:func:`identity`, so that several processes can write, and a call that was interrupted keeps what it wrote.
+At temperature 0 an answer depends on the target alone, and so do its features. Each is a file of its own in the folder
+of its :func:`identity`, so that several processes can write, and a call that was interrupted keeps what it wrote.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import generate_step, wired_limit
 
 from ..core.environment import device_name, package_version
-from ..core.files import atomic_write, flat
+from ..core.files import atomic_write, flat, read_arrays
 from ..core.progress import progress
 from ..decoding.block import check_committed
-from ..decoding.responses import generate_responses, unbatched_layer
+from ..decoding.responses import generate_responses, rows_that_fit, unbatched_layer
 from ..decoding.sampling import GREEDY
+from ..decoding.text import TextStream
 from ..decoding.verify import sample_target, token_ids
 from ..drafters.autoregressive import agreeing
 from ..target import LoadedTargetModel
@@ -33,11 +35,11 @@ from ..target.identity import target_fingerprint
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2**28
-"""What a folder of texts may take; texts that were not used for longest go first."""
+MOST_BYTES = 2**30
+"""What a folder of texts may take; features, and then texts, that were not used for longest go first."""
 
 ABOUT = "about.json"
-_ROWS = 32  # answers written at a time
+_ROWS = 32  # answers written at a time, at most
 _POSITIONS = 512  # read in one pass, and logits computed at a time
 
 
@@ -94,7 +96,7 @@ class Texts:
         self._about = identity(target, self.stops)
         self._root = folder or default_folder()
         self.folder = self._root / _sha256(self._about)[:16]
-        self._keeps = True
+        self._keeps, self._room = True, most_bytes // 2
 
     def answers(self, prompts: Sequence[list[int]], max_tokens: int) -> Iterator[tuple[int, Text]]:
         """The number of each prompt with its text, as soon as it is there: kept ones first.
@@ -120,6 +122,52 @@ class Texts:
         answers = progress(self.answers(prompts, max_tokens), "texts", len(prompts), show=show)
         return [text for _, text in sorted(answers, key=lambda pair: pair[0])]
 
+    def shown(self, text: Text) -> str:
+        """The answer as decoding shows it, without the token that ends it."""
+        stream = TextStream(self.target.tokenizer.detokenizer)
+        return stream.add(text.answer[: len(text.answer) - text.ended])[0] + stream.finish()[0]
+
+    def features(self, tokens: list[int], layer_ids: Sequence[int]) -> mx.array | None:
+        """What :meth:`keep_features` kept of these tokens and layers, if it is whole."""
+        if not (path := self._features_path(tokens, layer_ids)).exists():
+            return None
+        try:
+            arrays, about = read_arrays(path)
+            features = arrays["features"]
+            if about["sha256"] != self._features_sha256(tokens, layer_ids, features):
+                raise ValueError
+        except (OSError, RuntimeError, ValueError, KeyError):
+            logger.warning("%s is damaged; the target reads the text again.", path)
+            return None
+        _use(path)
+        self._room -= features.nbytes
+        return features
+
+    def keep_features(self, tokens: list[int], layer_ids: Sequence[int], features: mx.array) -> None:
+        """Keep what the target's layers made of ``tokens``: ``[1, S, F]``.
+
+        Those of one call may take half of the folder. The rest is left out, so that they do not drive each other out.
+        """
+        if features.nbytes > self._room:
+            if self._room > 0:
+                logger.warning("Features beyond %.0f MB are not kept: each call reads them.", self.most_bytes / 2e6)
+            self._room = 0
+            return
+        self._room -= features.nbytes
+        if self._keeps:
+            _bound(self._root, self.most_bytes - features.nbytes)
+            about = {"sha256": self._features_sha256(tokens, layer_ids, features)}
+            arrays, path = {"features": features}, self._features_path(tokens, layer_ids)
+            self._write(path, lambda file: mx.save_safetensors(str(file), arrays, about))
+
+    def _features_path(self, tokens: list[int], layer_ids: Sequence[int]) -> Path:
+        return self.folder / f"{_sha256([tokens, list(layer_ids)])[:32]}.safetensors"
+
+    def _features_sha256(self, tokens: list[int], layer_ids: Sequence[int], features: mx.array) -> str:
+        total = hashlib.sha256(np.array(features.view(mx.uint8)).data)
+        total.update(_sha256([self._about, tokens, list(layer_ids), str(features.dtype), features.shape]).encode())
+        return total.hexdigest()
+
     def _text(self, prompt: list[int], answer: list[int], max_tokens: int) -> Text:
         return Text(prompt, answer, max_tokens, ended=answer[-1] in self.stops)
 
@@ -136,19 +184,22 @@ class Texts:
         except (OSError, ValueError, KeyError, TypeError):
             logger.warning("%s is damaged; the text is written again.", path)
             return None
-        with suppress(OSError):  # a folder of somebody else's; or another process removed it
-            os.utime(path)  # it is used
+        _use(path)
         return answer[:max_tokens] if len(answer) >= max_tokens or answer[-1] in self.stops else None
 
     def _keep(self, prompt: list[int], answer: list[int]) -> None:
+        kept = {"sha256": _sha256([self._about, prompt, answer]), "answer": answer}
+        self._write(self._path(prompt), partial(Path.write_text, data=json.dumps(kept), encoding="utf-8"))
+
+    def _write(self, path: Path, write: Callable[[Path], object]) -> None:
+        """Write a file of the folder, and before the first one what the folder is about."""
         if not self._keeps:
             return
-        kept = {"sha256": _sha256([self._about, prompt, answer]), "answer": answer}
-        about = self._about | {"name": str(self.target.folder or "a model in memory")}
+        about = json.dumps(self._about | {"name": str(self.target.folder or "a model in memory")})
         try:
-            for path, value in ((self.folder / ABOUT, about), (self._path(prompt), kept)):
-                if value is kept or not path.exists():
-                    atomic_write(path, partial(Path.write_text, data=json.dumps(value), encoding="utf-8"))
+            if not (self.folder / ABOUT).exists():
+                atomic_write(self.folder / ABOUT, partial(Path.write_text, data=about, encoding="utf-8"))
+            atomic_write(path, write)
         except OSError as error:
             logger.warning("The texts are not kept: %s", error)
             self._keeps = False
@@ -170,7 +221,8 @@ def write(
     """
     drafts: Iterator[tuple[int, list[int]]] = ((number, []) for number in range(len(prompts)))
     if unbatched_layer(target.model) is None:
-        drafts = generate_responses(target.model, prompts, stops, [max_tokens] * len(prompts), _ROWS)
+        rows = min(_ROWS, rows_that_fit(target.model, max(map(len, prompts)) + max_tokens))
+        drafts = generate_responses(target.model, prompts, stops, [max_tokens] * len(prompts), rows)
     with wired_limit(target.model):
         for number, draft in drafts:
             answer = draft[: _agreed(target, prompts[number], draft)]
@@ -210,12 +262,13 @@ def _agreed(target: LoadedTargetModel, prompt: list[int], draft: list[int]) -> i
 
 @dataclass(frozen=True)
 class Kept:
-    """The texts of one target with its stop tokens: how many, their bytes, and the time of the last use."""
+    """The texts of one target with its stop tokens: how many, bytes of them and of features, time of the last use."""
 
     folder: Path
     name: str
     texts: int
     nbytes: int
+    features_nbytes: int
     used: float
 
 
@@ -227,9 +280,10 @@ def kept_texts(folder: Path) -> list[Kept]:
             name = str(json.loads((own / ABOUT).read_text(encoding="utf-8"))["name"])
         except (OSError, ValueError, KeyError, TypeError):
             name = "(damaged)"
-        stats = [stat for _, stat in _texts(own)]
-        used = max((stat.st_mtime for stat in stats), default=own.stat().st_mtime)
-        found.append(Kept(own, name, len(stats), sum(stat.st_size for stat in stats), used))
+        files = list(_files(own))
+        texts, features = ([s.st_size for path, s in files if path.suffix == kind] for kind in _KINDS)
+        used = max((stat.st_mtime for _, stat in files), default=own.stat().st_mtime)
+        found.append(Kept(own, name, len(texts), sum(texts), sum(features), used))
     return sorted(found, key=lambda kept: -kept.used)
 
 
@@ -245,18 +299,26 @@ def _folders(root: Path) -> list[Path]:
     return [about.parent for about in root.glob(f"*/{ABOUT}") if re.fullmatch("[0-9a-f]{16}", about.parent.name)]
 
 
-def _texts(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for path in folder.glob("*.json"):
+_KINDS = (".json", ".safetensors")
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in folder.iterdir():
         with suppress(FileNotFoundError):  # another process removed it
-            if path.name != ABOUT:
+            if path.suffix in _KINDS and path.name != ABOUT:
                 yield path, path.stat()
 
 
+def _use(path: Path) -> None:
+    with suppress(OSError):  # a folder of somebody else's; or another process removed it
+        os.utime(path)
+
+
 def _bound(root: Path, most_bytes: int) -> None:
-    """Remove the texts that were not used for longest until the others take at most ``most_bytes``."""
-    texts = [text for own in _folders(root) for text in _texts(own)]
-    held = sum(stat.st_size for _, stat in texts)
-    for path, stat in sorted(texts, key=lambda text: text[1].st_mtime):
+    """Remove what was not used for longest, features first, until the others take at most ``most_bytes``."""
+    files = [file for own in _folders(root) for file in _files(own)]
+    held = sum(stat.st_size for _, stat in files)
+    for path, stat in sorted(files, key=lambda file: (file[0].suffix == ".json", file[1].st_mtime)):
         if held <= most_bytes:
             return
         with suppress(OSError):

@@ -7,10 +7,11 @@ decoding, drafting pauses until an attempt costs little. ``dflash/docs/policies.
 """
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+
+import numpy as np
 
 from .base import BlockRecord, Drafts, Policy, register_policy
 
@@ -20,7 +21,7 @@ LENGTHS = (1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
 # Times. The second shortest of the newest few counts: noise only adds time, and any single time may be an outlier.
 NEWEST, ENOUGH = 6, 3  # times kept per length, and how many make a length known
 AGE = 200  # tokens after which a time is old; without two newer ones the length is unknown again
-SLOPE = 0.05  # plain steps that each draft beyond the longest known length is assumed to add to a block
+SLOPE = 0.05  # plain steps that each draft beyond the longest known pass is assumed to add to a block
 REFERENCE, REFERENCE_STEPS = 192, ENOUGH + 2  # blocks after which plain steps are timed again, and how many
 SUSPECT = 1.25  # a plain step that takes this many times a block's time is timed again
 
@@ -58,28 +59,30 @@ class Times:
 
 @dataclass
 class Record:
-    """What is known about one drafter: times by length, acceptance by position."""
+    """What is known about one drafter: times by width of the batch and length, acceptance by position.
 
-    times: dict[int, Times] = field(default_factory=dict)
+    The width is the number of rows, rounded up to 1, 2, 4, 8, ... Whether drafts are right does not depend on it.
+    """
+
+    times: dict[int, dict[int, Times]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Times)))
     right: list[float] = field(default_factory=lambda: [PRIOR * WEIGHT])
     tried: list[float] = field(default_factory=lambda: [WEIGHT])
     parents: Sequence[int] | None = None
     """The last tree's; ``None`` for chains."""
-    reach: int = 1
-    """The longest block to try: twice the longest one that was right as a whole, or in part and has a known time."""
+    reach: int = 0
+    """Tokens of the longest pass to try: twice the drafts that were right as a whole, or in part at a known time."""
 
-    def learn(self, now: int, block: BlockRecord) -> Times:
+    def learn(self, now: int, block: BlockRecord, width: int) -> Times:
         """Add a block's time and its drafts' outcomes; returns the times of its length."""
-        times = self.times.setdefault(block.verified, Times())
+        times = self.times[width][block.verified]
         times.add(now, block.seconds)
         # With many rows a draft may cost as much as a step, so a batch tries a longer block once the time is known.
         whole = block.accepted == block.verified and block.rows == 1
         if whole or (block.accepted and times.typical < math.inf):
-            self.reach = max(self.reach, 2 * block.verified)
-        outcomes = block.known_outcomes
-        keep, new = 1 - 1 / MEMORY, [0.0] * (max(outcomes, default=-1) + 1 - len(self.tried))
+            self.reach = max(self.reach, width * (2 * block.verified + 1))
+        keep, new = 1 - 1 / MEMORY, [0.0] * (max(block.outcomes, default=-1) + 1 - len(self.tried))
         self.right, self.tried = [keep * n for n in self.right] + new, [keep * n for n in self.tried] + new
-        for position, right in outcomes.items():
+        for position, right in block.outcomes.items():
             self.right[position] += right
             self.tried[position] += 1
         return times
@@ -93,32 +96,37 @@ class Record:
     def tokens(self, most: int) -> list[float]:
         """Expected tokens that a block commits, by its number of drafts from 0 to ``most``."""
         rate, survival, tokens = PRIOR, [1.0], [1.0]
+        parents = range(-1, most - 1) if self.parents is None else self.parents
         for i in range(most):
             if i < len(self.tried):  # beyond, the last rate applies
                 weight = WEIGHT if i else 0.0
                 rate = (self.right[i] + weight * rate) / (self.tried[i] + weight)
-            if self.parents is None:
-                survival.append(rate * survival[i])
-            else:  # a node that no tree had yet is assumed to be as good as the last known one
-                survival.append(rate * survival[self.parents[i] + 1] if i < len(self.parents) else survival[i])
+            # A node that no tree had yet is assumed to be as good as the last known one.
+            survival.append(rate * survival[parents[i] + 1] if i < len(parents) else survival[i])
             tokens.append(tokens[-1] + survival[-1])
         return tokens
 
-    def seconds(self, most: int, now: int, plain: float) -> list[float]:
+    def seconds(self, most: int, now: int, plain: Mapping[int, Times], width: int) -> list[float]:
         """Seconds of a block with 0 to ``most`` drafts: linear between known lengths, optimistic beyond.
 
-        An unknown length keeps its old or few times if they are shorter, so none is given up for good or forgotten.
+        At a new width, blocks longer than those known take as long as passes of as many tokens did at other widths. An
+        unknown length keeps its old or few times if they are shorter, so none is given up for good or forgotten.
         """
-        known = [(k, t.typical) for k, t in sorted(self.times.items()) if t.known(now)]
-        known = [(0, min([plain, *(typical for _, typical in known)])), *known]  # no block is faster than a plain step
-        seconds: list[float] = []
-        for (left, low), (right, high) in pairwise(known):
-            seconds += [low + (high - low) * i / (right - left) for i in range(right - left)]
-        longest, last = known[-1]
-        seconds += [last + SLOPE * known[0][1] * i for i in range(max(most - longest, 0) + 1)]
-        for k, times in self.times.items():
-            if k <= most and not times.known(now):
-                seconds[k] = min(seconds[k], times.hint)
+        known: dict[float, float] = {k: t.typical for k, t in self.times[width].items() if t.known(now)}
+        least = min([plain[width].typical, *known.values()])  # no block is faster than a plain step
+        known[0] = least = least if least < math.inf else 1.0  # if nothing was timed yet, any unit will do
+        longest = max(known)
+        for other, steps in plain.items() if now <= AGE else ():
+            for k, t in ({0: steps} | self.times[other]).items():
+                length = other * (k + 1) / width - 1  # of a block here with as many tokens
+                if length > longest and t.typical < math.inf:
+                    known[length] = min(max(t.typical, least), known.get(length, math.inf))
+        lengths = sorted(known)
+        seconds: list[float] = np.interp(range(most + 1), lengths, [known[k] for k in lengths]).tolist()
+        for k in range(most + 1):
+            seconds[k] += SLOPE * least * max(k - lengths[-1], 0)
+            if k in self.times[width] and not self.times[width][k].known(now):
+                seconds[k] = min(seconds[k], self.times[width][k].hint)
         return seconds
 
 
@@ -127,10 +135,11 @@ class Adaptive(Policy):
     """Drafts as many tokens as pay. Measurements carry over to later requests, which begin with drafting."""
 
     def __init__(self) -> None:
-        self._plain, self._silent = Times(), Times()  # plain steps; blocks without proposals
+        self._rows = self._width = 1
+        self._plain, self._silent = defaultdict[int, Times](Times), Times()  # steps by width; blocks without proposals
         self._drafters: dict[str, Record] = {}
         self._recent: deque[str | None] = deque(maxlen=RECENT)  # sources of recent blocks; None: nothing was proposed
-        self._now = self._blocks = 0  # tokens so far; blocks since the last plain step
+        self._now, self._blocks = defaultdict[int, int](int), 0  # tokens by width; blocks since the last plain step
         self._steps, self._last_step = 0, 0.0  # plain steps of this pause so far; seconds of the last one
         self._pause, self._losing = REFERENCE_STEPS, False  # plain steps first: blocks must beat them
         self._retrying = False  # after a pause, whether drafts are right again is asked with a length that is known
@@ -145,7 +154,7 @@ class Adaptive(Policy):
         """End a pause, unless plain steps have yet to be timed; earlier outcomes count little from now on."""
         for drafter in self._drafters.values():
             drafter.limit_evidence()
-        if self._plain.typical < math.inf:
+        if self._plain[self._width].typical < math.inf:
             self._pause = 0
 
     def sleep(self) -> int:
@@ -163,34 +172,40 @@ class Adaptive(Policy):
         drafter = self._drafters.setdefault(drafts.source, Record())
         drafter.parents = drafts.parents
         length, tokens, seconds = self._best(drafter, drafts.count)
-        self._why = {"tokens": tokens, "seconds": seconds, "plain_seconds": self._plain.typical}
+        self._why = {"tokens": tokens, "seconds": seconds, "plain_seconds": self._plain[self._width].typical}
         return length
 
     def observe(self, block: BlockRecord) -> None:
         """Learn times and outcomes, and decide whether to pause."""
-        self._now += block.accepted + 1
+        if block.rows != self._rows:
+            self._steps, self._rows, self._width = 0, block.rows, 1 << (block.rows - 1).bit_length()
+            if self._plain[self._width].typical == math.inf:
+                self._pause, self._losing = max(self._pause, REFERENCE_STEPS), False
+        self._now[self._width] += block.accepted + 1
         if block.asleep:
             # The next pass starts before a token is read: a pause's first step waits for two passes, its last for none.
             if self._steps > 1:
-                self._plain.add(self._now, self._last_step)
+                self._plain[self._width].add(self._now[self._width], self._last_step)
             self._steps, self._last_step = self._steps + 1, block.seconds
             self._blocks, self._pause = 0, max(self._pause - 1, 0)
             self._why = {"next_attempt": self._pause}
             if self._losing and (self._pause == 0 or not self._loses()):
                 self._retrying = True
                 self.wake()
+            elif self._pause == 0 and self._loses():
+                self._pause, self._losing = self._pause_length(), True
             return
         self._blocks, self._steps, self._retrying = self._blocks + 1, 0, False
         if block.drafted:
             self._recent.append(block.source)
-            times = self._drafters.setdefault(block.source, Record()).learn(self._now, block)
+            times = self._drafters.setdefault(block.source, Record()).learn(self._now[self._width], block, self._width)
         else:
             self._recent.append(None)
-            (times := self._silent).add(self._now, block.seconds)
+            (times := self._silent).add(self._now[self._width], block.seconds)
         if not block.matched and self._loses():
             self._pause, self._losing = self._pause_length(), True
         # A plain step does less than a block. If it seems to take much longer, the machine was slow then.
-        elif self._blocks >= (REFERENCE if self._plain.typical < SUSPECT * times.typical else RECENT):
+        elif self._blocks >= (REFERENCE if self._plain[self._width].typical < SUSPECT * times.typical else RECENT):
             self._pause, self._losing = REFERENCE_STEPS, False
 
     def why(self) -> dict[str, float]:
@@ -199,17 +214,15 @@ class Adaptive(Policy):
 
     def _best(self, drafter: Record, most: int) -> tuple[int, float, float]:
         """The length with most tokens per second, and both of these."""
-        known = [k for k, times in drafter.times.items() if times.known(self._now)]
-        most = min(most, max(known, default=1) if self._retrying else drafter.reach)
-        # If no plain step was timed, no block was either, so any unit will do.
-        plain = self._plain.typical if self._plain.typical < math.inf else 1.0
-        tokens, seconds = drafter.tokens(most), drafter.seconds(most, self._now, plain)
+        known = (k for k, times in drafter.times[self._width].items() if times.known(self._now[self._width]))
+        most = min(most, max(known, default=1) if self._retrying else max(drafter.reach // self._width - 1, 1))
+        tokens, seconds = drafter.tokens(most), drafter.seconds(most, self._now[self._width], self._plain, self._width)
         best = max((k for k in (*LENGTHS, most) if k <= most), key=lambda k: tokens[k] / seconds[k])
         return best, tokens[best], seconds[best]
 
     def _loses(self) -> bool:
         """Whether plain steps are faster than the best blocks of the recent blocks' drafters."""
-        plain = self._plain.typical
+        plain = self._plain[self._width].typical
         best = {name: self._best(self._drafters[name], LENGTHS[-1]) for name in {*self._recent} if name is not None}
         silent = 0, 1.0, plain if self._silent.typical == math.inf else self._silent.typical
         chosen = [silent if name is None else best[name] for name in self._recent]
@@ -217,7 +230,8 @@ class Adaptive(Policy):
 
     def _pause_length(self) -> int:
         """The tokens after which one failed block of the shortest known length costs :data:`SHARE` of the time."""
-        name, plain = self._recent[-1], self._plain.typical
-        times = {0: self._silent} if name is None else self._drafters[name].times
-        seconds = next((times[k].typical for k in sorted(times) if times[k].typical < math.inf), plain)
+        name, plain = self._recent[-1], self._plain[self._width].typical
+        times = {0: self._silent} if name is None else self._drafters[name].times[self._width]
+        expected = plain if name is None else self._best(self._drafters[name], 1)[2]
+        seconds = next((times[k].typical for k in sorted(times) if times[k].typical < math.inf), expected)
         return min(max(math.ceil((seconds / plain - 1) / SHARE), SHORTEST), LONGEST)

@@ -4,7 +4,7 @@ A policy sees times, counts and probabilities, never tokens: it decides the spee
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.registry import Registry
 
@@ -43,8 +43,7 @@ class BlockRecord:
         source: As in :class:`Drafts`.
         asleep: Whether this was a plain step, without the drafter.
         outcomes: For each draft that directly follows a committed token, verified or not: whether it is what was
-            committed next; in a batch, in which share of the rows that got so far. ``None`` for a chain with
-            ``matched`` leading drafts.
+            committed next; in a batch, in which share of the rows that got so far.
         rows: Texts that were decoded at once.
     """
 
@@ -56,16 +55,8 @@ class BlockRecord:
     seconds: float
     source: str = ""
     asleep: bool = False
-    outcomes: Mapping[int, float] | None = None
+    outcomes: Mapping[int, float] = field(default_factory=dict)
     rows: int = 1
-
-    @property
-    def known_outcomes(self) -> Mapping[int, float]:
-        """:attr:`outcomes`, or those of a chain with ``matched`` leading drafts."""
-        if self.outcomes is not None:
-            return self.outcomes
-        compared = min(self.verified + (self.accepted == self.verified), self.drafted)
-        return {i: i < self.matched for i in range(min(self.matched + 1, compared))}
 
 
 class Policy:

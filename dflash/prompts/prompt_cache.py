@@ -26,10 +26,13 @@ from ..core.errors import GenerationError, IncompatibleModelsError, one_line
 from ..core.files import atomic_write
 from ..drafters.context import ContextCache
 from ..drafters.protocol import Drafter
+from ..drafters.rows import Contexts, TextByText, for_batches
 from ..target import LoadedTargetModel, TargetCache
 from ..target.caches import KeptWindowCache, Quantization
 from ..target.identity import model_fingerprint, target_fingerprint
-from ..target.rewind import cache_name
+from ..target.rewind import cache_name, members
+from ..target.ring import RowsCache
+from ..target.rows import as_rows
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +132,40 @@ class PromptCache:
         caches = copy.deepcopy(list(self.target_cache), memo)
         other.target_cache = TargetCache(caches, self.target_cache.quantization, len(self.tokens))
         other.draft_cache, other.tokens = copy.deepcopy(self.draft_cache, memo), list(self.tokens)
+        return other
+
+    # --- a row of a batch -----------------------------------------------------------------------------------
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the target's caches hold every token, so that they can go back to any."""
+        return all(isinstance(cache, KVCache | QuantizedKVCache) for cache in self.target_cache)
+
+    def row(self) -> list[Any]:
+        """The caches of target and drafter as a row of :class:`~dflash.decoding.batch.Tapped`, to which they go.
+
+        Raises ``IncompatibleModelsError`` for a drafter whose own cache is not what it has in batches.
+        """
+        if isinstance(for_batches(self.drafter), TextByText):
+            return [*as_rows(self.target_cache), Contexts([self.draft_cache])]
+        if not isinstance(self.draft_cache, ContextCache):
+            raise IncompatibleModelsError(f"The cache of a {type(self.drafter).__name__} cannot join a batch.")
+        return [*as_rows(self.target_cache), *self.draft_cache.layers]
+
+    def of_row(self, layers: list[Any], tokens: list[int]) -> "PromptCache":
+        """A cache of the same models that holds ``tokens`` in ``layers``, a row's, also of one that has not begun."""
+        if not tokens:
+            return PromptCache(self.target, self.drafter, **self._options)
+        other, number = copy.copy(self), len(self.target_cache)
+        if any(isinstance(member, RowsCache) for cache in layers[:number] for member in members(cache)):
+            layers = [*(cache.extract(0) for cache in layers[:number]), *layers[number:]]
+        other.tokens, other.target_cache = list(tokens), TargetCache(layers[:number], length=len(tokens))
+        if isinstance(layers[number], Contexts):
+            (other.draft_cache,) = layers[number].caches
+        else:
+            other.draft_cache = self.drafter.make_cache()
+            other.draft_cache.layers = layers[number:]
+        mx.eval([cache.state for cache in layers])  # or the batch's arrays would be held
         return other
 
     def _rewind(self, length: int) -> bool:

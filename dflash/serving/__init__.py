@@ -1,5 +1,6 @@
-"""An OpenAI-compatible server: mlx-lm's own, with our loading, decoding and prompt caches, one request at a time.
+"""An OpenAI-compatible server: mlx-lm's own, with our loading, decoding and prompt caches.
 
 ``server`` starts it, ``http`` answers clients, ``body`` checks what they send, ``generator`` is the thread that
-decodes, ``engine`` the function that it decodes with, ``counts`` what is told of it.
+decodes, ``engine`` decodes one request or several at once, ``caches`` keeps what it read, ``counts`` is what is told of
+it, ``record`` what is kept of it for training.
 """

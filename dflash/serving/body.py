@@ -1,6 +1,7 @@
 """The body of a completion request, checked and brought to what mlx-lm's server reads; errors in OpenAI's form."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from ..core.values import short
@@ -40,29 +41,28 @@ KINDS: dict[str, type | tuple[type, ...]] = {
     "xtc_probability": (int, float),
     "xtc_threshold": (int, float),
     "seed": int,
+    "store": bool,
 }
 """The fields whose types mlx-lm leaves unchecked, or checks too narrowly."""
 
 
-def checked_body(raw: bytes, chat: bool, model: str) -> dict[str, Any]:
-    """What ``raw`` asks of ``model``, without nulls. Raises :class:`Refused`, naming the field."""
-    try:
-        body = json.loads(raw, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"The request body is not valid JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise Refused(400, f"The request body must be a JSON object, got {short(body)}.")
-    body = {name: value for name, value in body.items() if value is not None}
+def checked_body(raw: bytes, chat: bool, models: Sequence[str]) -> dict[str, Any]:
+    """What ``raw`` asks of one of ``models``, the first by default, without nulls.
+
+    Raises :class:`Refused`, naming the field.
+    """
+    body = {name: value for name, value in json_object(raw).items() if value is not None}
     for name, value in ONLY.items():
         if (given := body.pop(name, value)) != value:
             raise Refused(400, f"{name} {short(given)} is not supported; leave it out.", name)
     for name, kind in KINDS.items():
         if name in body and not isinstance(body[name], kind):
             raise Refused(400, f"{name} is of the wrong type: {short(body[name])}.", name)
-    if body.setdefault("model", model) not in (model, "default_model"):
-        raise Refused(
-            404, f"There is no model {short(body['model'])}; {model!r} is served.", "model", "model_not_found"
-        )
+    if (model := body.setdefault("model", models[0])) == "default_model":
+        model = models[0]
+    if model not in models:
+        served = " and ".join(map(repr, models))
+        raise Refused(404, f"There is no model {short(model)}; served: {served}.", "model", "model_not_found")
     _check_stop(body.get("stop"))
     if chat:
         _check_messages(body.get("messages"))
@@ -84,6 +84,17 @@ def checked_body(raw: bytes, chat: bool, model: str) -> dict[str, Any]:
         body["seed"] %= 2**64
     numbers = {name: float(body[name]) for name in ("xtc_probability", "xtc_threshold") if name in body}
     return body | numbers | {"model": model}
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The object that ``raw`` is. Raises :class:`Refused` for anything else."""
+    try:
+        body = json.loads(raw, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"The request body is not valid JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise Refused(400, f"The request body must be a JSON object, got {short(body)}.")
+    return body
 
 
 def _no_number(name: str) -> None:

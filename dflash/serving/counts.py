@@ -11,19 +11,28 @@ if TYPE_CHECKING:
 
 
 class Counts:
-    """Of one request: tokens, and how many blocks accepted how many drafts."""
+    """Of one request: tokens, and how many blocks accepted how many drafts.
+
+    ``prompt`` and ``answer`` are its token ids, ``blocks`` has the drafts and the accepted ones of each block.
+    """
 
     def __init__(self) -> None:
         self.tokens = self.drafted = self.accepted = 0
         self.histogram: Counter[int] = Counter()
+        self.prompt: list[int] = []
+        self.answer: list[int] = []
+        self.blocks: list[tuple[int, int]] = []
+        self.finish: str | None = None
 
     def add(self, step: "DFlashResponse") -> None:
         """Count a step; only one with drafts is a block."""
-        self.tokens = step.generation_tokens
+        self.tokens, self.finish = step.generation_tokens, step.finish_reason
+        self.answer += step.tokens
         if step.drafted:
             self.drafted += len(step.drafted)
             self.accepted += step.accepted
             self.histogram[step.accepted] += 1
+            self.blocks.append((len(step.drafted), step.accepted))
 
     def put_into(self, response: dict[str, Any]) -> None:
         """Complete the usage of ``response``: accepted and rejected drafts are those that the target verified."""

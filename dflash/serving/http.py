@@ -13,8 +13,9 @@ from typing import Any
 
 from mlx_lm.server import APIHandler
 
-from ..core.errors import one_line
-from .body import Refused, checked_body
+from ..core.errors import DFlashError, one_line
+from ..core.values import short
+from .body import Refused, checked_body, json_object
 from .counts import Counts
 from .generator import Generator, Request
 
@@ -25,6 +26,7 @@ KEEP_ALIVE_SECONDS = 5.0
 
 CHAT = ("/v1/chat/completions", "/chat/completions")
 COMPLETIONS = (*CHAT, "/v1/completions")
+DRAFTER = "/v1/drafter"
 OPEN = ("/health", "/metrics")
 """Paths that need no key."""
 
@@ -35,6 +37,8 @@ class Handler(APIHandler):
     timeout = 60
     """Seconds that a client may take to send its body or to read a piece of the answer."""
     response_generator: Generator
+    decode: Callable[[list[int]], str]
+    """That of the model that answers."""
 
     def setup(self) -> None:
         super().setup()
@@ -68,7 +72,7 @@ class Handler(APIHandler):
     # --- requests ---------------------------------------------------------------------------------------
 
     def do_POST(self) -> None:
-        self._answered(self._complete)
+        self._answered(self._exchange if self.path == DRAFTER else self._complete)
 
     def do_GET(self) -> None:
         self._answered(self._tell)
@@ -76,6 +80,24 @@ class Handler(APIHandler):
     def _complete(self) -> None:
         if self.path not in COMPLETIONS:
             raise Refused(404, f"There is no {self.path}; expected one of {', '.join(COMPLETIONS)}.")
+        models = list(self.response_generator.model_provider.loaders)
+        body = json.dumps(checked_body(self._body(), self.path in CHAT, models)).encode()
+        self.rfile = io.BytesIO(body)
+        self.headers.replace_header("Content-Length", str(len(body)))
+        super().do_POST()
+
+    def _exchange(self) -> None:
+        """Decode with another drafter from the next request on."""
+        generator, drafter = self.response_generator, json_object(self._body()).get("drafter")
+        if not isinstance(drafter, str):
+            raise Refused(400, f'Expected {{"drafter": a folder or a hub name}}, got {short(drafter)}.', "drafter")
+        try:
+            generator.exchange(drafter)
+        except DFlashError as error:
+            raise Refused(400, f"The drafter stays as it is: {one_line(error)}", "drafter") from error
+        self._send(200, self._model(generator.cli_args.model))
+
+    def _body(self) -> bytes:
         length, most = self.headers.get("Content-Length", ""), self.response_generator.cli_args.max_body_bytes
         if not length.isdecimal() or len(length) > 18:
             raise Refused(411, "The header Content-Length is missing, or no number of bytes.")
@@ -84,11 +106,7 @@ class Handler(APIHandler):
             while left > 0 and (part := self.rfile.read(min(left, 1 << 16))):
                 left -= len(part)
             raise Refused(413, f"The request body has {length} bytes; expected at most {most}.")
-        model = self.response_generator.cli_args.model
-        body = json.dumps(checked_body(self.rfile.read(int(length)), self.path in CHAT, model)).encode()
-        self.rfile = io.BytesIO(body)
-        self.headers.replace_header("Content-Length", str(len(body)))
-        super().do_POST()
+        return self.rfile.read(int(length))
 
     def validate_model_parameters(self) -> None:
         try:
@@ -113,43 +131,53 @@ class Handler(APIHandler):
             healthy = generator.is_healthy
             self._send(200 if healthy else 503, {"status": "ok" if healthy else "unavailable"})
         elif self.path == "/metrics":
-            self._send(200, generator.model_provider.model.metrics.text(), "text/plain; version=0.0.4")
+            self._send(200, generator.metrics.text(), "text/plain; version=0.0.4")
         elif self.path.rstrip("/") == "/v1/models":
-            self._send(200, {"object": "list", "data": [self._model()]})
-        elif self.path == f"/v1/models/{generator.cli_args.model}":
-            self._send(200, self._model())
+            names = generator.model_provider.loaders
+            self._send(200, {"object": "list", "data": [self._model(name) for name in names]})
+        elif (name := self.path.removeprefix("/v1/models/")) in generator.model_provider.loaders:
+            self._send(200, self._model(name))
         else:
             raise Refused(404, f"There is no {self.path}.")
 
-    def _model(self) -> dict[str, Any]:
-        arguments, model = self.response_generator.cli_args, self.response_generator.model_provider.model
-        return {
-            "id": arguments.model,
-            "object": "model",
-            "created": arguments.created,
-            "owned_by": "dflash",
-            "max_model_len": model.decoder.max_seq_length,
-            "engine": "plain" if model.plain else "speculative",
-            "drafter": model.plain or arguments.drafter,
-        }
+    def _model(self, name: str) -> dict[str, Any]:
+        """What is told of a model; of one that has not been loaded yet, its name."""
+        provider = self.response_generator.model_provider
+        about = {"id": name, "object": "model", "created": provider.cli_args.created, "owned_by": "dflash"}
+        return about | {"loaded": name == provider.name} | provider.about.get(name, {})
 
     # --- responses --------------------------------------------------------------------------------------
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         response = super().generate_response(*args, **kwargs)
+        if response["choices"][0]["finish_reason"] is not None:
+            self._record()
         if "usage" in response:
             self.counts.put_into(response)
             if found := response["choices"][0].get("logprobs"):
                 found["content"] = self._logprobs(found["content"], kwargs["tokens"], kwargs["token_logprobs"])
         return response
 
+    def _record(self) -> None:
+        """Record the request, unless it forbids that, before the client gets the end of its answer."""
+        record, body, counts = self.response_generator.record, self.body, self.counts
+        if record is None or body["model"] != self.response_generator.cli_args.model:  # it has one target's
+            return
+        if not body.get("store", True) or counts.finish is None or not counts.answer:
+            return
+        messages = body["messages"] if self.path in CHAT else [{"role": "user", "content": body["prompt"]}]
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.logit_bias)
+        greedy = self.temperature == 0 and not any(penalties)
+        about = {"chat": self.path in CHAT, "greedy": greedy, "finish_reason": counts.finish, "blocks": counts.blocks}
+        record.add(messages, counts.prompt, counts.answer, **about)
+
     def _logprobs(
         self, content: list[dict[str, Any]], tokens: list[int], logprobs: list[float]
     ) -> list[dict[str, Any]]:
         """Of each token; mlx-lm names any of the likeliest in its place. The end of an answer is no token."""
-        decode, count = self.response_generator.model_provider.model.decoder.tokenizer.decode, self.counts.tokens
+        count = self.counts.tokens
         return [
-            {"id": token, "token": decode([token]), "logprob": logprob}
+            {"id": token, "token": self.decode([token]), "logprob": logprob}
             | {"top_logprobs": sorted(entry.get("top_logprobs", ()), key=lambda top: -top["logprob"])}
             for entry, token, logprob in zip(content[:count], tokens, logprobs, strict=False)
         ]
@@ -178,7 +206,10 @@ class Handler(APIHandler):
         """Run ``answer``; whatever it raises becomes an error object, or a line of the stream."""
         began, status = time.monotonic(), "200"
         try:
-            key = self.response_generator.cli_args.api_key
+            arguments = self.response_generator.cli_args
+            key = arguments.admin_key if self.path == DRAFTER else arguments.api_key
+            if key is None and self.path == DRAFTER:
+                raise Refused(403, "Drafters are exchanged where the server was started with --admin-key.")
             given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
             if key is not None and self.path not in OPEN and not hmac.compare_digest(given, key.encode()):
                 raise Refused(401, "The API key is missing or wrong.", code="invalid_api_key")
@@ -193,7 +224,7 @@ class Handler(APIHandler):
             elif self.stream:
                 self.wfile.write(f"data: {json.dumps(refused.body())}\n\n".encode())
         finally:
-            counts, path = self.counts, self.path if self.path in (*COMPLETIONS, *OPEN) else "other"
+            counts, path = self.counts, self.path if self.path in (*COMPLETIONS, *OPEN, DRAFTER) else "other"
             done = f"{counts.tokens} tokens, {counts.accepted} of {counts.drafted} drafts accepted"
             seconds = time.monotonic() - began
             logger.info("%s %s: %s, %s, %.3f s", self.command, path, status, done, seconds)

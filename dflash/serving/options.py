@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..core.option import check_limits, option
@@ -27,9 +28,28 @@ class ServeOptions:
         None, "Longest prompt with its answer, in tokens. Default: the model's own limit.", kind=int, at_least=2
     )
     max_body_bytes: int = option(4 << 20, "Largest body of a request.", at_least=1)
+    also: Sequence[str] = option(
+        (),
+        "A further model; a request that names its folder has it loaded in place of the present one; repeatable.",
+        kind=list[str],
+        metavar="TARGET[,DRAFTER]",
+    )
+    decode_concurrency: int = option(
+        32, "Most requests that are decoded at once; with 1, one after another.", at_least=1
+    )
     max_queue: int = option(64, "Most requests that wait; others are refused.", at_least=1)
     prompt_caches: int = option(10, "Most prompt caches that are kept.", at_least=1)
     prompt_cache_bytes: int = option(4 << 30, "Most memory that they take.", at_least=0)
+    admin_key: str | None = option(
+        None, "Who sends this as bearer token may exchange the drafter.", kind=str, metavar="TEXT"
+    )
+    record: Path | None = option(
+        None, "Keep requests and answers in this folder, as a dataset to train on.", kind=Path, metavar="FOLDER"
+    )
+    record_bytes: int = option(256 << 20, "Most bytes of them; the oldest go.", at_least=1 << 16)
+    redact: Path | None = option(
+        None, "Regular expressions, one a line; what they match is not kept.", kind=Path, metavar="FILE"
+    )
     patience: int = option(60, "Seconds without a step after which /health tells of a fault.", at_least=1)
 
     def __post_init__(self) -> None:

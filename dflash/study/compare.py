@@ -9,6 +9,7 @@ from typing import Any
 from ..core.errors import DFlashError
 from ..core.progress import progress
 from ..drafters.checkpoints.checkpoint import load_drafter
+from ..evaluation.features import Features
 from ..evaluation.replay import measure_on
 from ..evaluation.statistics import Interval, Ratio
 from ..evaluation.texts import Texts
@@ -169,10 +170,12 @@ def _acceptance(
     target: LoadedTargetModel, drafters: Sequence[Any], prompts: Sequence[list[int]], max_tokens: int
 ) -> list[dict[str, Any]]:
     """Each drafter's acceptance, that over the first one's on the same prompts, and its blocks."""
-    texts = Texts(target).all(prompts, max_tokens)
+    kept = Texts(target)
+    texts = kept.all(prompts, max_tokens)
     if all(len(text.answer) < 2 for text in texts):
         raise DFlashError("No answer was long enough for a block, so there is no acceptance to measure.")
-    own = list(zip(*progress(measure_on(target, drafters, texts), "compare", len(texts)), strict=True))
+    measured = measure_on(target, drafters, texts, Features(kept))
+    own = list(zip(*progress(measured, "compare", len(texts)), strict=True))
     lengths = [Ratio.of([a.committed for a in parts], [a.blocks for a in parts]) for parts in own]
     return [
         {

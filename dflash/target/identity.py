@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..core.errors import DataError
 from ..core.files import flat
 
 if TYPE_CHECKING:
     from . import LoadedTargetModel
 
+_PROBE = "Hello, world! 3.14159\n\tdef f(x):\n        return x ** 2  # naïve — Ωß 漢字 🙂\n<|im_end|></s>"
 _VALUES = 64  # read of each weight: a fine-tuned copy differs in some, a cast to float32 in none
 
 
@@ -24,6 +26,15 @@ def target_fingerprint(target: "LoadedTargetModel") -> str:
     names and sizes, hashing gigabytes takes minutes, and half precision becomes float32 on a CPU.
     """
     return model_fingerprint(target.model)
+
+
+def tokenizer_fingerprint(target: "LoadedTargetModel") -> str:
+    """SHA-256 over a tokenizer: its vocabulary, its stop tokens, and its tokens for one sample text."""
+    if target.tokenizer is None:
+        raise DataError("This target was loaded without a tokenizer; load it from a folder that has one.")
+    vocabulary = sorted(target.tokenizer.get_vocab().items())
+    tokens = target.tokenizer.encode(_PROBE)
+    return hashlib.sha256(json.dumps([vocabulary, sorted(target.stop_token_ids()), tokens]).encode()).hexdigest()
 
 
 def norm_fingerprint(target: "LoadedTargetModel") -> str | None:

@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
     CacheList,
     ChunkedKVCache,
     KVCache,
@@ -23,6 +22,7 @@ from mlx_lm.models.cache import (
 )
 
 from .caches import KeptWindowCache
+from .ring import RowsCache
 
 REMEMBERED: dict[type, tuple[str, ...]] = {
     ArraysCache: ("cache", "left_padding", "lengths"),
@@ -38,7 +38,7 @@ def _remember(cache: Any) -> Any:
     """The cache's state, by reference: MLX arrays are immutable, and only lists are changed in place."""
     if isinstance(cache, CacheList):
         return [_remember(member) for member in cache.caches]
-    names = ("offset", "_idx") if type(cache) is BatchKVCache else REMEMBERED[type(cache)]
+    names = ("offsets",) if isinstance(cache, RowsCache) else REMEMBERED[type(cache)]
     values = {name: getattr(cache, name) for name in names}
     return {name: list(v) if isinstance(v, list) else v for name, v in values.items()}
 
@@ -156,7 +156,8 @@ class LayerCall:
         """
         restore(self.cache, self.before)
         for member in self.cache.caches if isinstance(self.cache, CacheList) else [self.cache]:
-            member.prepare(lengths=list(kept))
+            if isinstance(member, ArraysCache):
+                member.prepare(lengths=list(kept))
         mask_BL = mx.arange(self.shape[1]) < mx.array(list(kept))[:, None]
 
         def masked(value: Any) -> Any:

@@ -1,29 +1,34 @@
-"""Several texts in one pass: each row keeps as many of its tokens as it likes, on mlx-lm's batch caches.
+"""Several texts in one pass: each row keeps as many of its tokens as it likes.
 
-mlx-lm reads prompts of different lengths as rows with padding on the right, which its caches roll out of the way
-afterwards. Rejected drafts are such padding, so there is one rule a class again, made of the caches' own methods. A
-recurrent state cannot be rolled: its layer runs again, and each row's state ends after the tokens that it keeps.
+mlx-lm reads prompts of different lengths as rows with padding on the right. Rejected drafts are such padding. Keys and
+values lie at a place of each row's own (:mod:`.ring`), so both are only counted back. A recurrent state cannot be: its
+layer runs again, and each row's state ends after the tokens that it keeps.
 
 "Exactly" means the same as in :mod:`.rewind`: a row that leaves the batch has the arrays that it would have alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
-    KVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from ..core.errors import IncompatibleModelsError
 from .replay import Recorder
 from .rewind import cache_name, members
+from .ring import RowsCache
 
 BATCHED = (KVCache, RotatingKVCache, ArraysCache)
-"""Classes that mlx-lm merges into rows, and that have a rule here."""
+"""Classes that can become rows."""
+
+
+def as_rows(caches: Iterable[Any]) -> list[Any]:
+    """One text's ``caches`` as those of a batch of one row, which mlx-lm merges with others."""
+    return [
+        CacheList(*as_rows(cache.caches)) if isinstance(cache, CacheList)
+        else RowsCache.of(cache) if type(cache) in (KVCache, RotatingKVCache)
+        else cache
+        for cache in caches
+    ]  # fmt: skip
 
 
 class RowsPass:
@@ -33,14 +38,11 @@ class RowsPass:
     """
 
     def __init__(self, caches: Sequence[Any], rows: int, length: int):
-        self._caches, self._rows, self._length = caches, rows, length
+        self._caches, self._length = caches, length
         replayed = {id(cache): cache for cache in caches if length > 1 and _recurrent(cache)}
         for state in (member for cache in replayed.values() for member in _recurrent(cache)):
             state.prepare(lengths=[length] * rows)  # gives the layers a mask, which the replay exchanges
         self.recorder = Recorder(length, replayed) if replayed else None
-        for window in (member for cache in caches if length > 1 for member in members(cache)):
-            if type(window) is BatchRotatingKVCache:
-                window._temporal_order()  # its mask for several tokens takes it not to be rotated by single ones
 
     def keep(self, kept: Sequence[int]) -> None:
         """Keep the first ``kept[i]`` tokens of each row ``i``, at least one."""
@@ -50,44 +52,10 @@ class RowsPass:
             for call in self.recorder.calls.values():
                 call.replay_rows(kept)
         for member in (member for cache in self._caches for member in members(cache)):
-            RULES[type(member)](member, self._length, kept)
-
-
-def _roll(cache: Any, length: int, kept: Sequence[int]) -> None:
-    """Drop what every row rejected, and roll the rest of what each rejected out of its way."""
-    most = max(kept)
-    padding = [most - count for count in kept]
-    cache.trim(length - most)
-    cache.prepare(lengths=[-rejected for rejected in padding], right_padding=padding)
-    cache.finalize()
-
-
-def _roll_all(cache: Any, length: int, kept: Sequence[int]) -> None:
-    """Every row is padded on the left to the same number of entries, so a buffer that gets full is compacted first."""
-    _roll(cache, length, kept)
-    if cache._idx + length > cache.keys.shape[2]:
-        cache.filter(list(range(len(kept))))
-
-
-def _roll_window(cache: Any, length: int, kept: Sequence[int]) -> None:
-    """A pass of several tokens leaves ``max_size - 1`` entries before it, so each row has a full window again."""
-    rejected = length - max(kept)
-    if rejected:
-        cache.keys, cache.values = cache.keys[..., :-rejected, :], cache.values[..., :-rejected, :]
-    _roll(cache, length, kept)
-
-
-def _forget_lengths(cache: ArraysCache, length: int, kept: Sequence[int]) -> None:
-    """The replay, or a pass that every row keeps, has left the right state."""
-    cache.finalize()
-
-
-RULES: dict[type, Callable[[Any, int, Sequence[int]], None]] = {
-    BatchKVCache: _roll_all,
-    BatchRotatingKVCache: _roll_window,
-    ArraysCache: _forget_lengths,
-}
-"""Keep the first ``kept[i]`` of the ``length`` tokens of the last pass in each row ``i``, by the cache's class."""
+            if isinstance(member, RowsCache):
+                member.advance([count - self._length for count in kept])
+            else:
+                member.finalize()  # the replay, or a pass that every row keeps, has left the right state
 
 
 def _recurrent(cache: Any) -> list[ArraysCache]:

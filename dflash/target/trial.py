@@ -19,6 +19,7 @@ from ..adapters.calls import Call, Pass, embedding_factors, factor, streams
 from ..core.progress import progress
 from ..core.trees import rows_before
 from .compare import Mismatch, assert_close, assert_same_caches, rounding_limit, windows
+from .rows import as_rows
 
 if TYPE_CHECKING:
     from .model import LoadedTargetModel
@@ -311,7 +312,7 @@ def rows_equal_texts(trial: Trial) -> None:
     texts = [target.make_cache() for _ in ROWS]
     for cache, length in zip(texts, ROWS, strict=True):
         target.forward_hidden(trial.tokens(length, trial.seed), cache, ())
-    rows = [layer[0].merge(list(layer)) for layer in zip(*texts, strict=True)]
+    rows = [layer[0].merge(list(layer)) for layer in zip(*map(as_rows, texts), strict=True)]
     for number in range(trial.rounds):
         block = chance.randint(1, BLOCK)
         kept = [chance.randint(1, block) for _ in ROWS]

@@ -3,10 +3,8 @@
 from dataclasses import fields
 
 import pytest
-import typer
-from support.cli import invoke
+from support.cli import COMMAND, invoke
 
-from dflash import cli
 from dflash.cli.options import flag_of
 from dflash.options import DecodeOptions
 
@@ -29,9 +27,12 @@ COMMANDS = {
     "adapters check": ["adapters", "check", NO_TARGET],
 }
 BAD = {
+    "--acceptance": ["--acceptance", "0.1,0.2"],
     "--adapter-path": ["--adapter-path", "nowhere"],
     "--batch-size": ["--batch-size", "0"],
+    "--admin-key": ["--admin-key", ""],
     "--allowed-origin": ["--allowed-origin", ""],
+    "--also": ["--also", ""],
     "--api-key": ["--api-key", ""],
     "--batch": ["--batch", "1,x"],
     "--begin": ["--begin", LATIN1],
@@ -39,6 +40,7 @@ BAD = {
     "--chat-template-config": ["--chat-template-config", "{{"],
     "--count": ["--count", "0"],
     "--data": ["--data", "nowhere"],
+    "--decode-concurrency": ["--decode-concurrency", "0"],
     "--draft-bits": ["--draft-bits", "7"],
     "--draft-window": ["--draft-window", "0"],
     "--drafter": ["--drafter", "no/such/drafter"],
@@ -74,6 +76,9 @@ BAD = {
     "--prompt-caches": ["--prompt-caches", "0"],
     "--prompts": ["--prompts", "nowhere.jsonl"],
     "--quantized-kv-start": ["--quantized-kv-start", "-1"],
+    "--record": ["--record", "{prompts}/x"],
+    "--record-bytes": ["--record-bytes", "0"],
+    "--redact": ["--redact", "nowhere"],
     "--repetition-context-size": ["--repetition-context-size", "0"],
     "--repetition-penalty": ["--repetition-penalty", "-1"],
     "--round-size": ["--round-size", "0"],
@@ -114,18 +119,17 @@ NAMES = {
     "--drafter": "no/such/drafter",
     "--logits-processor": "Unknown logits processor",
     "--prompts": "nowhere.jsonl",
+    "--record": "prompts.jsonl/x: Not a directory",
     "--set": "'nope'",
     "--suite": "'nope'",
     "--verify": "Unknown verification rule",
 }
 """What an error calls the option, where it is neither that nor the name in Python."""
 
-GROUP = typer.main.get_command(cli.app)
-
 
 def loads_a_target(name: str) -> list[str]:
     """The options with a value of a command that loads a target."""
-    command = GROUP
+    command = COMMAND
     for part in name.split():
         command = command.commands[part]
     shown = [p.opts[0] for p in command.params if not getattr(p, "is_flag", False)]

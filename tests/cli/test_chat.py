@@ -134,20 +134,12 @@ def test_ctrl_c_ends_an_answer_and_the_next_turn_is_right(chat, decoder, monkeyp
     assert result.stdout == "".join(f"{answer}\n" for answer in expected(decoder, TURNS, cut={0: kept[0]}))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("/stat", "did you mean '/stats'"),
-        ("/etc/hosts", "needs a space before it"),
-        ("word " * 9000, "leaves no room"),
-    ],
-)
-def test_what_cannot_be_answered_is_one_line_and_the_chat_goes_on(chat, decoder, line, message):
-    shown = chat([TURNS[0], line, TURNS[1]])
+def test_what_cannot_be_answered_is_one_line_and_the_chat_goes_on(chat, decoder):
+    shown = chat([TURNS[0], "/stat", "/etc/hosts", TURNS[1], "word " * 9000])
     assert shown.exit_code == 0
     assert shown.stdout == "".join(f"{answer}\n" for answer in expected(decoder, TURNS[:2]))
-    assert message in shown.stderr
-    assert shown.stderr.count("\n") == 1
+    messages = ("did you mean '/stats'", "needs a space before it", "leaves no room")
+    assert all(said in line for said, line in zip(messages, shown.stderr.splitlines(), strict=True))
 
 
 def test_bytes_that_are_no_text_and_targets_without_a_template_are_errors(decoder, monkeypatch):

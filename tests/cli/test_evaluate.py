@@ -1,6 +1,7 @@
 """``dflash eval``: scores on finished texts and by decoding, partial results, prompts of every form."""
 
 import json
+import re
 
 import pytest
 from support.cli import assert_one_error, invoke
@@ -46,14 +47,19 @@ def test_the_score_adds_up_over_prompts_and_traces(asked, pair, tmp_path):
 def test_every_draft_is_verified_unless_a_policy_or_a_block_size_says_otherwise(asked):
     assert score_of(*asked)["by_prompt"] == score_of(*asked, "--policy", "full")["by_prompt"]
     assert score_of(*asked, "--policy", "0")["blocks"] == 22
+    assert score_of(*asked, "--policy", "0", "--batch", "2")["blocks"] == 22
+    assert score_of(*asked, "--temp", "0.9", "--batch", "2")["generated_tokens"] == 22
 
 
 def test_the_score_on_texts_is_that_of_decoding(asked, tmp_path):
-    on_texts, decoded = (score_of(*asked, *how) for how in ([], ["--decode"]))
-    assert [score["settings"].pop("decode") for score in (on_texts, decoded)] == [False, True]
-    del on_texts["environment"], decoded["environment"]
-    assert on_texts == decoded
-    assert "2 texts, " in invoke("texts").stdout
+    scores = [score_of(*asked, *how) for how in ([], ["--decode"], ["--decode", "--batch", 2])]
+    assert [score["settings"].pop("decode") for score in scores] == [False, True, True]
+    assert [score["settings"].pop("batch") for score in scores] == [None, None, 2]
+    for score in scores:
+        del score["environment"]
+    on_texts, decoded, batched = scores
+    assert on_texts == decoded == batched
+    assert re.match(r"2 texts, 0\.\d MB and 0\.\d MB of features, in ", invoke("texts").stdout)
     assert json.loads(invoke("texts", "--json").stdout)[0]["texts"] == 2
     assert score_of(*asked, "--texts", tmp_path / "own")["by_prompt"] == on_texts["by_prompt"]
     assert len(list((tmp_path / "own").glob("*/*.json"))) == 3
@@ -77,6 +83,43 @@ def test_what_needs_decoding_decodes(asked, monkeypatch, options, decodes):
         assert_one_error(invoke(*asked, *options, "--every-anchor"), "--every-anchor works on finished texts")
 
 
+@pytest.mark.parametrize("how", [["--every-anchor"], ["--decode", "--batch", "2"]], ids=["texts", "batches"])
+def test_later_turns_follow_the_targets_own_answers(asked, tmp_path, monkeypatch, how):
+    turns, prompts = tmp_path / "turns.jsonl", []
+    turns.write_text('{"prompt": ["Hi", "And?", "So?"]}\n{"prompt": ["Count"]}\n{"prompt": ["Why", "?"]}\n')
+    asked = [*asked[:4], "--suite", f"mt-bench={turns}", *asked[6:]]
+    for module, name in ((texts, "write"), (acceptance, "measure_batch")):
+        answer = getattr(module, name)
+        recorded = lambda *args, answer=answer, **kw: prompts.extend(args[1]) or answer(*args, **kw)  # noqa: E731
+        monkeypatch.setattr(module, name, recorded)
+    stop = []
+    for trace in (tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"):
+        expected = score_of(*asked, *stop, "--decode", "--trace", trace)
+        records, prompts[:] = list(read_records(trace)), []
+        found = score_of(*asked, *stop, *how)
+        assert found["by_prompt"] == expected["by_prompt"]
+        assert sorted(prompts) == sorted(r["prompt_tokens"] for r in records if r["record"] == "request")
+        assert len(prompts) == 6
+        if not stop and how == ["--every-anchor"]:
+            assert found["every_anchor"]["anchors"] == 66
+        stop = ["--stop-token", [t for r in records if r["record"] == "block" for t in r["tokens"]][4]]
+    assert "stop" in [r.get("finish_reason") for r in records]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--batch is for decoding; give --decode too"),
+        (["--temp", "0.5", "--verify", "speculative_sampling"], "verify is for one prompt at a time"),
+        *((["--decode", f"--{name}", value], f"{name.replace('-', '_')} is for one prompt at a time")
+          for name, value in (("tree", "4"), ("max-kv-size", "64"), ("trace", "t.jsonl"))),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_batched_is_refused_by_name(asked, options, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert_one_error(invoke(*asked, "--batch", "2", *options), message)
+
+
 def test_drafters_and_block_sizes_are_compared_on_the_same_texts(asked, pair, tmp_path):
     one, wide, plot = score_of(*asked), [*asked[:1], "ngram", *asked[1:]], tmp_path / "plot.svg"
     for how in ([], ["--decode"]):
@@ -96,6 +139,8 @@ def test_drafters_and_block_sizes_are_compared_on_the_same_texts(asked, pair, tm
     assert "right if reached" in shown
     assert len(score_of(*asked, "--block-size", "4")["acceptance_by_position"]) == 3
     assert_one_error(invoke(*wide, "--trace", tmp_path / "t.jsonl"), "--trace records one drafter")
+    batched = score_of(*wide, "--decode", "--batch", "2")["drafters"]
+    assert batched[1]["by_prompt"] == one["by_prompt"]
 
 
 def test_what_a_drafter_learns_in_blocks_of_one_size_counts_in_no_other():
@@ -140,6 +185,23 @@ def test_ctrl_c_leaves_the_score_of_what_was_answered(asked, monkeypatch):
     assert result.exit_code == 130
     assert "prompts 1, " in result.stdout
     assert result.stderr == "Stopped after 1 of 2 prompts.\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "message"), [(0, " after 1 of 2 prompts."), (1, " before the first prompt was answered.")]
+)
+def test_ctrl_c_leaves_the_score_of_the_first_prompts_of_a_batch(asked, monkeypatch, first, message):
+    true_batch = acceptance.measure_batch
+
+    def interrupted(*args, **options):
+        yield next(found for found in true_batch(*args, **options) if found[0] == first)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(acceptance, "measure_batch", interrupted)
+    result = invoke(*asked, "--decode", "--batch", "2")
+    assert result.exit_code == 130
+    assert ("prompts 1, " in result.stdout) == (first == 0)
+    assert result.stderr == f"Stopped{message}\n"
 
 
 def test_suites_and_kinds_have_rows_of_their_own(asked, tmp_path):

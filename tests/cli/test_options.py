@@ -5,11 +5,10 @@ import re
 from dataclasses import fields
 
 import pytest
-import typer
-from support.cli import assert_one_error, invoke
+from support.cli import COMMAND, assert_one_error, invoke
 from support.models import byte_tokenizer, writer
 
-from dflash import cli, evaluation
+from dflash import evaluation
 from dflash.cli import loading
 from dflash.cli.options import flag_of
 from dflash.decoding.sampling import register_logits_processor
@@ -97,7 +96,7 @@ def caught(monkeypatch, prompts):
 
 @pytest.mark.parametrize("command", LEFT_OUT)
 def test_every_option_of_decoding_is_on_the_command_line(command):
-    known = {name for parameter in typer.main.get_command(cli.app).commands[command].params for name in parameter.opts}
+    known = {name for parameter in COMMAND.commands[command].params for name in parameter.opts}
     missing = {field.name for field in fields(DecodeOptions) if flag_of(field) not in known}
     assert missing == LEFT_OUT[command]
 

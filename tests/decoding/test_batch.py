@@ -92,7 +92,7 @@ def check(name, rows, acceptance, sampling, events, policy="whole blocks"):
     whole = [prompt + text for prompt, text in zip(asked, texts, strict=True)][:count]
     drafter = Script(whole, ACCEPTANCE[acceptance], target.vocab_size, BLOCK)
     policies = POLICIES[policy]()
-    model = Tapped(target, drafter, lambda rows: policies, BLOCK, 4096)
+    model = Tapped(target, drafter, policies, BLOCK, 4096)
     limits, stops = [MOST] * count, [[] for _ in range(count)]
     if "ends" in events:  # in the middle of blocks, and one with its first token
         limits = [MOST, 13, MOST, 1, 6][:count]
@@ -147,11 +147,37 @@ def check_caches(target, model, answer, text):
     assert mx.allclose(last, features, rtol=1e-3, atol=1e-3).item()
 
 
+@pytest.mark.parametrize("name", ROW_TARGETS)
+def test_a_row_that_left_goes_on_in_another_batch(name):
+    target, asked = row_target(name), prompts(name, long=True)[:3]
+    whole = [prompt + text for prompt, text in zip(asked, alone(name, "greedy", True), strict=False)]
+    drafter, policy = Script(whole, ACCEPTANCE["ragged"], target.vocab_size), Policy()
+    model = Tapped(target, drafter, policy, BLOCK, 4096)
+    left, generator = {}, SpeculativeGenerator(model, completion_batch_size=2)
+    uids = generator.insert(asked, [4, 9, 14])
+    while answers := generator.next_generated():
+        left |= {uids.index(a.uid): (a.prompt_cache, a.all_tokens) for a in answers if a.finish_reason}
+    caches, held = zip(*(left[i] for i in range(3)), strict=True)
+    generator = SpeculativeGenerator(model, completion_batch_size=2)
+    uids = generator.insert(
+        [text[len(tokens) : len(tokens) + 1 + i] for i, (text, tokens) in enumerate(zip(whole, held, strict=True))],
+        [len(text) - len(tokens) - 1 - i for i, (text, tokens) in enumerate(zip(whole, held, strict=True))],
+        caches=list(caches),
+        all_tokens=[list(tokens) for tokens in held],
+    )
+    ended = 0
+    while answers := generator.next_generated():
+        for a in (a for a in answers if a.finish_reason):
+            check_caches(target, model, a, whole[uids.index(a.uid)])
+            ended += 1
+    assert ended == 3
+
+
 def test_a_drafters_own_context_leaves_with_its_row():
     target, drafter = LoadedTargetModel(qwen3_model(3)), random_drafter(1, layer_types=LAYER_TYPES, sliding_window=5)
     drafter.bind(target)
     policy = Alternate()
-    model = Tapped(target, drafter, lambda rows: policy, BLOCK, 512)
+    model = Tapped(target, drafter, policy, BLOCK, 512)
     generator, left = SpeculativeGenerator(model), 3
     generator.insert([[1, 2, 3], [4], list(range(20))], [24, 9, 40])
     while answers := generator.next_generated():
@@ -171,9 +197,7 @@ def test_a_row_ends_with_its_last_token_without_a_pass_that_reads_it():
     target, prompt = row_target("full"), [1, 2, 3]
     text = prompt + [int(token) for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=40)]
     policy = Policy()
-    generator = SpeculativeGenerator(
-        Tapped(target, Script([text], [1.0], target.vocab_size), lambda rows: policy, BLOCK, 512)
-    )
+    generator = SpeculativeGenerator(Tapped(target, Script([text], [1.0], target.vocab_size), policy, BLOCK, 512))
     generator.insert([prompt], [2 * BLOCK + 1])
     steps = [answers[0].block.tokens for answers in iter(generator.next_generated, [])]
     assert [len(tokens) for tokens in steps] == [BLOCK, BLOCK + 1]
@@ -190,7 +214,7 @@ def test_no_row_is_fed_beyond_the_positions_of_the_target(monkeypatch):
 
     monkeypatch.setattr(LoadedTargetModel, "forward_rows", counted)
     texts, policy = [[t] * 60 for t in (1, 2)], Policy()
-    model = Tapped(target, Script(texts, [0.0] * 2, target.vocab_size), lambda rows: policy, BLOCK, 32)
+    model = Tapped(target, Script(texts, [0.0] * 2, target.vocab_size), policy, BLOCK, 32)
     model.drafter.drafter.propose = lambda anchor, length, cache: Proposal(mx.zeros((1, length), mx.int32))
     generator = SpeculativeGenerator(model)
     generator.insert([[1] * 3, [2] * 28], [20, 4])

@@ -19,6 +19,7 @@ KINDS = {
     "dflash, anchor drafts": {"sample_from_anchor": True},
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
     "dspark": {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": True},
+    "domino": {"gru_hidden_dim": 10, "emb_dim": 6, "pure_draft_prefix_len": 1, "sample_from_anchor": True},
     "dflare": {},
 }
 

@@ -1,6 +1,7 @@
 """Acceptance by kind: turns are asked after the target's own answers, rows add up, intervals hold the value."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -9,8 +10,15 @@ from support.acceptance import measure
 from support.models import TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, random_drafter, wrapped_tokenizer
 
 import dflash
-from dflash.evaluation import BenchPrompt
-from dflash.evaluation.acceptance import Acceptance, acceptance_results, measure_turns, render_acceptance
+from dflash.evaluation import HELDOUT, BenchPrompt
+from dflash.evaluation.acceptance import (
+    Acceptance,
+    acceptance_results,
+    measure_batch,
+    measure_each,
+    measure_turns,
+    render_acceptance,
+)
 from dflash.prompts.conversations import Conversation
 from dflash.prompts.tokens import prompt_tokens
 
@@ -47,6 +55,22 @@ def test_acceptance_by_position_adds_up_to_the_acceptance_length(p):
     assert found.by_position == pytest.approx((found.accepted / found.verified).tolist())
     assert found.by_position == sorted(found.by_position, reverse=True)
     assert (found.blocks == 8) == (p == 1.0) == (found.by_position == [1.0] * 4)
+
+
+@pytest.mark.parametrize("policy", ["full", 4])
+def test_rows_of_a_batch_count_what_each_counts_alone(policy):
+    decoder = dflash.DFlashSpeculativeDecoder.from_pretrained()
+    target, requests = decoder.loaded_target, HELDOUT.read_text().splitlines()[:5]
+    prompts = [target.build_prompt(json.loads(request)["prompt"]) for request in requests]
+    found = sorted(measure_batch(decoder, prompts, 3, 40, policy=policy), key=lambda row: row[0])
+    assert [text for _, _, text in found] == [decoder.generate(prompt, 40) for prompt in prompts]
+    alone = measure_each(target, decoder.draft_model, prompts, 40, policy=policy)
+    assert [plain(counts) for _, counts, _ in found] == list(map(plain, alone))
+    assert len({counts.blocks for _, counts, _ in found}) > 1, "rows that are alike show nothing"
+
+
+def plain(counts: Acceptance) -> list:
+    return [counts.blocks, counts.committed, counts.verified.tolist(), counts.accepted.tolist()]
 
 
 def test_a_later_turn_follows_the_targets_own_answer(decoder):

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
+from dflash.evaluation.acceptance import Drafted
 from dflash.evaluation.anchors import anchor_results, render_anchors
-from dflash.evaluation.replay import Drafted
 
 
 def test_positions_places_and_calibration_count_what_was_reached():

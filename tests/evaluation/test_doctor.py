@@ -30,7 +30,7 @@ def test_doctor_shows_kind_weights_and_the_meaning_of_every_key(tmp_path):
 
 
 def test_every_kind_is_described_in_plain_words_and_every_key_of_a_published_one_has_a_meaning():
-    published = (drafters.get(kind) for kind in ("dflash", "dflash2", "dspark"))
+    published = (drafters.get(kind) for kind in ("dflash", "dflash2", "dspark", "domino"))
     assert {field.name for kind in published for field in dataclasses.fields(kind.config_class)} <= MEANINGS.keys()
     kinds = [AutoregressiveDrafter, *drafters.all().values()]
     for kind in (*kinds, *(type(load_drafter(name)) for name in ("ngram", "mtp", "ngram+mtp"))):

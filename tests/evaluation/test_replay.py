@@ -17,9 +17,8 @@ from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.combined import CombinedDrafter
 from dflash.drafters.ngram import NgramDrafter
 from dflash.evaluation import HELDOUT
-from dflash.evaluation import replay as replay_module
-from dflash.evaluation.acceptance import measure_each
-from dflash.evaluation.replay import Held, counts, replay
+from dflash.evaluation.acceptance import counts, measure_batch, measure_each
+from dflash.evaluation.replay import replay
 from dflash.evaluation.texts import Texts
 
 PROMPTS = [[3, 1, 2, 0, 1], [1, 1], [0], [2, 3, 3, 1, 0, 2, 1, 1, 3]]
@@ -68,6 +67,11 @@ def test_the_walk_counts_what_decoding_counts(kind, end, tmp_path, monkeypatch):
         fresh.loaded_target, fresh.draft_model, PROMPTS, max_tokens, 0.0, fresh.block_size, stop_token_ids=stops
     )
     assert [plain(part) for part in found] == [plain(part) for part in decoded]
+    if kind != "combined":  # which would learn from the rows in another order
+        batch = measure_batch(
+            decoder_of(kind, monkeypatch, block_size=block_size), PROMPTS, 3, max_tokens, stop_token_ids=stops
+        )
+        assert [plain(part) for _, part, _ in sorted(batch)] == [plain(part) for part in found]
     if end != "one token":
         right, verified = (sum(getattr(part, name).sum() for part in found) for name in ("accepted", "verified"))
         assert 0 < right < verified, "always right or always wrong shows nothing"
@@ -143,20 +147,6 @@ def test_several_drafters_share_a_reading_and_each_gets_its_own_layers(tmp_path,
         assert [plain(counts(row[i], size)) for row in together] == [plain(part) for part in decoded]
 
 
-def test_features_that_are_held_are_not_read_again(tmp_path, monkeypatch):
-    decoder = decoder_of("dflash", monkeypatch)
-    texts = Texts(decoder.loaded_target, [], tmp_path).all(PROMPTS, 20)
-    read, found = [], replay_module.read
-    monkeypatch.setattr(replay_module, "read", lambda *args: read.append(args[1]) or found(*args))
-    one = found(decoder.loaded_target, texts[0].tokens[:-1], (0, 1, 3)).nbytes
-    small, large = Held(one), Held()
-    expected = list(replay([decoder], texts))
-    for held in (small, large) * 2:
-        assert list(replay([decoder], texts, held=held)) == expected
-    rest = [text.tokens[:-1] for text in texts]
-    assert read == [*rest, *rest, *rest, *rest[1:]], "only the first has room in the small one"
-
-
 def test_what_cannot_be_replayed_is_named(tmp_path, monkeypatch):
     decoder = decoder_of("dflash", monkeypatch)
     texts = Texts(decoder.loaded_target, [], tmp_path).all(PROMPTS[:1], 20)
@@ -167,5 +157,18 @@ def test_what_cannot_be_replayed_is_named(tmp_path, monkeypatch):
         (Proposal(mx.zeros((1, 99), mx.int32)), "at most 15"),
     ):
         monkeypatch.setattr(drafter, "propose", lambda *_, proposal=proposal: proposal)
+        own = DFlashSpeculativeDecoder(decoder.loaded_target, drafter)
         with pytest.raises(GenerationError, match=message):
-            list(replay([DFlashSpeculativeDecoder(decoder.loaded_target, drafter)], texts))
+            list(replay([own], texts))
+        with pytest.raises(GenerationError, match=message):
+            list(measure_batch(own, PROMPTS[:2], 2, 20))
+
+
+def test_a_row_of_a_batch_that_fails_ends_the_score(monkeypatch):
+    def failing(tokens, logits):
+        if len(tokens) > 8:
+            raise GenerationError("here")
+        return logits
+
+    with pytest.raises(GenerationError, match="here"):
+        list(measure_batch(decoder_of("dflash", monkeypatch), PROMPTS[:3], 3, 20, logits_processors=[failing]))

@@ -114,6 +114,15 @@ def test_what_mlx_lm_cannot_batch_is_written_one_by_one(tmp_path, monkeypatch, h
     assert answers(Texts(loaded, [], tmp_path)) == expected
 
 
+@pytest.mark.parametrize(("room", "rows"), [(3, 3), (99, 32)])
+def test_as_many_texts_are_written_at_a_time_as_memory_holds(tmp_path, monkeypatch, room, rows):
+    generate, asked = texts.generate_responses, []
+    monkeypatch.setattr(texts, "rows_that_fit", lambda model, tokens: asked.append(tokens) or room)
+    monkeypatch.setattr(texts, "generate_responses", lambda *args: asked.append(args[4]) or generate(*args))
+    answers(Texts(target(), [], tmp_path), 12)
+    assert asked == [max(map(len, PROMPTS)) + 12, rows]
+
+
 def test_a_damaged_target_writes_no_texts(tmp_path):
     loaded = target()
     loaded.model.model.embed_tokens.weight = mx.full((32, 32), mx.nan)

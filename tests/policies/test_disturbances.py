@@ -4,13 +4,14 @@ The worlds are simulated: every cost and chance is known, so that a speed tells 
 was.
 """
 
+import math
 import random
 from statistics import fmean
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.worlds import PLAIN, Clock, World, decode, staircase, tiles
+from support.worlds import PLAIN, Clock, World, decode, staircase, through, tiles
 
 from dflash.policies.adaptive import Adaptive
 from dflash.policies.base import BlockRecord, Drafts
@@ -190,3 +191,73 @@ def test_no_longer_block_is_tried_before_a_draft_is_right(seconds: float):
             policy.observe(BlockRecord(lengths[-1], lengths[-1], 0, 0, None, seconds, outcomes={0: False}))
     assert len(lengths) > 5
     assert set(lengths) == {1}
+
+
+# --- batches: what a pass costs depends on the tokens of all rows ------------------------------------------
+
+BUSY = through({1: 0.050, 2: 0.044, 4: 0.088, 8: 0.104, 16: 0.175, 32: 0.310})  # SmolLM2 on one core
+BATCHES = {
+    "public model": World(0.0, BUSY, (0.45, 0.4, 0.35), draft=0.010, most=3),
+    "public model, useless": World(0.0, BUSY, (0.03,), draft=0.010, most=3),
+    "bundled pair": World(0.0, through({1: 0.006, 8: 0.009, 64: 0.030, 256: 0.110}), (0.93, 0.95), draft=0.0056),
+    "GPU": World(0.0, through({1: 0.02, 64: 0.022, 256: 0.04}), (0.7, 0.75, 0.8), draft=0.002),
+    "GPU, useless": World(0.0, through({1: 0.02, 64: 0.022, 256: 0.04}), (0.03,), draft=0.002),
+    "tiles of 16": World(0.0, tiles(16, 0.012, 0.008), (0.8,), draft=0.002),
+    "text by text": World(0.0, through({1: 0.05, 32: 0.06, 256: 0.3}), (0.8,), each=0.002, most=8),
+}
+ROWS = {
+    "eight": [8],
+    "rows leave": [16, 14, 11, 8, 7, 5, 4, 3, 2, 1],
+    "rows join": [1, 2, 3, 4, 6, 8, 12, 16],
+    "rows come and go": [4, 16, 1, 8, 2, 12, 3],
+}
+
+
+def share(world: World, policy: Adaptive, clock: Clock, rows: list[int], tokens: float, each: float = 20) -> float:
+    """The speed over that of the best fixed length for each number of rows, which changes after ``each`` tokens."""
+    spent = least = 0.0
+    for step in range(math.ceil(tokens / each)):
+        here = world.at(rows[step % len(rows)])
+        spent += each / decode(here, policy, each, clock)
+        least += each / here.best
+    return least / spent
+
+
+@pytest.mark.parametrize("disturbance", ["blocks are slow", "times mean nothing"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_ends_near_the_best_fixed_lengths_whatever_the_times_were_before(name, rows, disturbance):
+    ends = []
+    for seed in range(2):
+        policy, draw = Adaptive(), random.Random(seed)
+        clock = Clock(seed, 0.05, lambda number, plain, draw=draw: DISTURBANCES[disturbance](number, plain, draw))
+        policy.begin()
+        share(BATCHES[name], policy, clock, ROWS[rows], 200)
+        clock.disturb = lambda number, plain: 1.0
+        share(BATCHES[name], policy, clock, ROWS[rows], 200 if len(ROWS[rows]) == 1 else 600)
+        ends.append(share(BATCHES[name], policy, clock, ROWS[rows], 400))
+    assert fmean(ends) > (0.9 if "useless" in name else 0.85), ends
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_width_that_is_new_begins_with_what_others_cost(name):
+    """Four rows first, then two, which a policy that knows nothing would have to find out about."""
+    world, known, fresh = BATCHES[name], [], []
+    for seed in range(4):
+        for rows, shares in (([4], known), ([], fresh)):
+            policy, clock = Adaptive(), Clock(seed, 0.05)
+            policy.begin()
+            for before in rows:
+                share(world, policy, clock, [before], 200)
+            shares.append(share(world, policy, clock, [2], 60))
+    assert fmean(known) > fmean(fresh) - 0.005, (known, fresh)
+
+
+def test_where_no_block_can_pay_at_a_new_width_one_is_tried_at_most():
+    """Two rows with one draft are four tokens, and those took as long as two steps of two rows."""
+    policy, clock, decided = Adaptive(), Clock(0, 0.05), []
+    world = BATCHES["public model"]
+    policy.begin()
+    decode(world.at(4), policy, 200, clock)
+    decode(world.at(2), policy, 48, clock, decided)
+    assert len(decided) - decided.count(PLAIN) <= 1

@@ -18,10 +18,23 @@ import pytest
 import dflash
 from dflash.models import ModelOptions
 from dflash.options import DecodeOptions
+from dflash.policies.base import Policy
 from dflash.serving import server as serving_server
 from dflash.serving.options import ServeOptions
 
 QUESTION = "Tom has 12 pears. He buys 3 bags with 4 pears each. How many pears does he have?"
+
+
+class Gate(Policy):
+    """Lets blocks of `drafts` drafts pass one by one, when it is told to; `steps` counts those that have begun."""
+
+    def __init__(self, drafts: int):
+        self.drafts, self.steps, self.open = drafts, 0, threading.Semaphore(0)
+
+    def draft_length(self, most: int) -> int:
+        self.steps += 1
+        self.open.acquire()
+        return min(most, self.drafts)
 
 
 class Server:
@@ -47,9 +60,9 @@ class Server:
         response = connection.getresponse()
         return response.status, response.read()
 
-    def post(self, body: object, path: str = "/v1/chat/completions") -> tuple[int, dict]:
+    def post(self, body: object, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, dict]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        status, data = self.send("POST", path, raw)
+        status, data = self.send("POST", path, raw, **headers)
         return status, json.loads(data)
 
     def open(self, body: dict, path: str = "/v1/completions") -> socket.socket:
@@ -109,9 +122,8 @@ def here(monkeypatch) -> Callable[..., Server]:
 
     def serve(make: Callable[[], dflash.DFlashSpeculativeDecoder] | None = None, models=None, **options) -> Server:
         if make is not None:
-            loaded = lambda _models, _decoding, _longest, served: served(make(), plain="")  # noqa: E731
-            monkeypatch.setattr(serving_server, "load_served", loaded)
-        monkeypatch.setattr(serving_server.server, "stream_generate", None)  # put back afterwards
+            about = {"engine": "speculative", "drafter": "made for the test"}
+            monkeypatch.setattr(serving_server, "load_served", lambda *_: (make(), about))
         serving = ServeOptions(port=0, served_model_name="bundled", **options)
         context = serving_server.started(models or ModelOptions(), DecodeOptions(max_tokens=60), serving)
         httpd, generator = context.__enter__()

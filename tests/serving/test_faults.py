@@ -1,5 +1,6 @@
 """What goes wrong in one request stays there: clients that leave, drafters that fail, a thread that ends."""
 
+import copy
 import inspect
 import json
 import threading
@@ -9,41 +10,38 @@ import mlx.core as mx
 import openai
 import pytest
 from mlx_lm import server as mlx_server
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, make_text_state_machine
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
-from support.models import TEXT_VOCAB, ScriptedDrafter, byte_tokenizer, plain_greedy, qwen3_model, save_target, writer
+from support.models import (
+    TEXT_VOCAB,
+    ScriptedDrafter,
+    ScriptModel,
+    byte_tokenizer,
+    plain_greedy,
+    qwen3_model,
+    save_target,
+    writer,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.adapters.conformance import small_models as small
 from dflash.models import ModelOptions
 from dflash.serving import http
-from dflash.serving.engine import stream_generate
 
-from .conftest import until
+from .conftest import Gate, until
 
 ANSWER = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 PROMPT = {"prompt": "AB", "max_tokens": 200}
 
 
-class Gate(Policy):
-    """Lets blocks of four drafts pass one by one, when it is told to; `steps` counts those that have begun."""
-
-    def __init__(self):
-        self.steps, self.open = 0, threading.Semaphore(0)
-
-    def draft_length(self, most: int) -> int:
-        self.steps += 1
-        self.open.acquire()
-        return min(most, 4)
-
-
 @pytest.fixture
 def gated(here):
     """A server whose decoder writes `ANSWER`, and its gate."""
-    gate = Gate()
+    gate = Gate(4)
     running = here(lambda: writer(ANSWER, policy=gate))
     yield running, gate
     gate.open.release(1000)
@@ -90,14 +88,13 @@ def test_a_client_that_leaves_in_the_prompt_ends_its_reading(here):
     made = []
 
     def make():
-        made.append(writer(ANSWER))
+        made.append(writer(ANSWER, prefill_step_size=4))
         read = made[0].cache_prompt
         made[0].cache_prompt = lambda *args: (lengths.append(len(args[0])), gate.wait(10), read(*args))
         return made[0]
 
     lengths, gate = [], threading.Event()
     running = here(make)
-    running.generator.cli_args.prefill_step_size = 4
     connection = running.open({"prompt": "A" * 40})
     until(lambda: lengths == [4])
     connection.close()
@@ -164,9 +161,8 @@ def test_a_thread_that_ends_is_told_by_health_and_to_who_waits(gated, monkeypatc
 
     monkeypatch.setattr(running.generator, "_next_request", end)
     gate.open.release(1000)
-    assert answer(first)["status"] == 200
     began = time.monotonic()
-    assert answer(waits)["status"] == 503
+    assert answer(first)["status"] == answer(waits)["status"] == 503
     assert time.monotonic() - began < 5
     assert running.send("GET", "/health")[0] == 503
     with pytest.raises(openai.InternalServerError, match="restart the server"):
@@ -182,6 +178,18 @@ def test_health_tells_of_a_thread_that_stands_still(gated):
     gate.open.release(1000)
     assert answer(connection)["choices"][0]["text"] == ANSWER
     until(lambda: running.send("GET", "/health")[0] == 200)
+
+
+def test_health_is_good_while_a_request_waits_for_others(gated):
+    running, gate = gated
+    running.generator._patience = 1
+    with running.open(PROMPT | {"stream": True}), running.open(PROMPT | {"logprobs": 1}):
+        until(lambda: running.metric("vllm:num_requests_running") + running.metric("vllm:num_requests_waiting") == 2)
+        for _ in range(8):
+            gate.open.release(1)
+            time.sleep(0.2)
+            assert running.send("GET", "/health")[0] == 200
+        assert running.metric("vllm:num_requests_waiting") == 1
 
 
 @pytest.mark.parametrize("stop", ["four five", "wo th", " ", "eight nine ten", "en e", "sixteen", "one", "ne t", "xyz"])
@@ -241,6 +249,35 @@ def test_tools_and_characters_may_end_in_a_block(here, text, shown, calls, finis
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == shown
     assert sum(len(piece.choices[0].delta.tool_calls or ()) for piece in pieces) == calls
     assert pieces[-1].choices[0].finish_reason == finish
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "shown"),
+    [
+        ("<think>ab</think>So", "ab", "So"),
+        ("<think>A long thought with 😀🎉.</think> Łódź 😀", "A long thought with 😀🎉.", " Łódź 😀"),
+        ("So <think>ab</think> so", "ab", "So  so"),
+        ("<think>never ends", "never ends", ""),
+    ],
+)
+def test_reasoning_may_begin_and_end_in_a_block(here, text, thought, shown):
+    messages = [{"role": "user", "content": "Why?"}]
+    plain = copy.deepcopy(byte_tokenizer())  # all tests share that one
+    plain.add_tokens(["<think>", "</think>"])
+
+    def make():
+        tokenizer = TokenizerWrapper(plain, BPEStreamingDetokenizer)
+        script = [*tokenizer.apply_chat_template(messages, add_generation_prompt=True), *tokenizer.encode(text)]
+        script.append(tokenizer.eos_token_id)
+        target, drafter = ScriptModel(script, len(plain)), ScriptedDrafter(script, len(plain))
+        return DFlashSpeculativeDecoder(target, drafter, tokenizer, policy="full")
+
+    running = here(make)
+    message = running.chat(messages, max_tokens=200).choices[0].message
+    assert (getattr(message, "reasoning", ""), message.content or "") == (thought, shown)
+    deltas = [piece.choices[0].delta for piece in running.chat(messages, max_tokens=200, stream=True)]
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == thought
+    assert "".join(delta.content or "" for delta in deltas) == shown
 
 
 KINDS = {"sliding": "llama", "recurrent": "qwen3_5", "both": "falcon_h1"}
@@ -304,18 +341,48 @@ def test_a_drafter_that_was_found_and_does_not_fit_is_told(here, tmp_path, caplo
 
 
 RELIED_ON = {
-    "stream_generate": (mlx_server.stream_generate, "model tokenizer prompt max_tokens draft_model stream kwargs"),
-    "load": (mlx_server.ModelProvider.load, "self model_path adapter_path draft_model_path"),
+    "ModelProvider": (mlx_server.ModelProvider, "cli_args"),
+    "ResponseGenerator": (mlx_server.ResponseGenerator, "model_provider prompt_cache"),
     "generate": (mlx_server.ResponseGenerator.generate, "self request generation_args progress_callback"),
     "_await_response": (mlx_server.ResponseGenerator._await_response, "self response_queue"),
     "_run_generate": (mlx_server.ResponseGenerator._run_generate, "self"),
     "_generate": (mlx_server.ResponseGenerator._generate, "self"),
     "_next_request": (mlx_server.ResponseGenerator._next_request, "self timeout"),
     "_tokenize": (mlx_server.ResponseGenerator._tokenize, "self tokenizer request args"),
-    "_make_state_machine": (mlx_server.ResponseGenerator._make_state_machine, "self model_key tokenizer stop_words"),
-    "_serve_single": (mlx_server.ResponseGenerator._serve_single, "self request stream"),
+    "GenerationArguments": (
+        mlx_server.GenerationArguments,
+        "model sampling logits stop_words max_tokens num_draft_tokens logprobs top_logprobs seed chat_template_kwargs",
+    ),
+    "SamplingArguments": (
+        mlx_server.SamplingArguments,
+        "temperature top_p top_k min_p xtc_probability xtc_threshold",
+    ),
+    "LogitsProcessorArguments": (
+        mlx_server.LogitsProcessorArguments,
+        "logit_bias repetition_penalty repetition_context_size presence_penalty presence_context_size "
+        "frequency_penalty frequency_context_size",
+    ),
+    "GenerationContext": (
+        mlx_server.GenerationContext,
+        "has_tool_calling has_thinking tool_parser text_sm initial_state prompt prompt_cache_count _should_stop",
+    ),
+    "Response": (mlx_server.Response, "text token logprob finish_reason top_tokens"),
+    "_format_top_logprobs": (mlx_server._format_top_logprobs, "logprobs top_n tokenizer"),
+    "make_text_state_machine": (make_text_state_machine, "tokenizer stop_words"),
+    "insert_segments": (
+        BatchGenerator.insert_segments,
+        "self segments max_tokens caches all_tokens samplers logits_processors stop_sequences",
+    ),
+    "remove": (BatchGenerator.remove, "self uids return_prompt_caches"),
+    "extract_cache": (BatchGenerator.extract_cache, "self uids"),
+    "next": (BatchGenerator.next, "self"),
+    "PromptProcessingBatch.Response": (
+        PromptProcessingBatch.Response,
+        "uid progress end_of_segment end_of_prompt",
+    ),
     "insert_cache": (LRUPromptCache.insert_cache, "self model tokens prompt_cache cache_type"),
     "fetch_nearest_cache": (LRUPromptCache.fetch_nearest_cache, "self model tokens"),
+    "trim_to": (LRUPromptCache.trim_to, "self n_sequences n_bytes"),
     "do_POST": (mlx_server.APIHandler.do_POST, "self"),
     "handle_chat_completions": (mlx_server.APIHandler.handle_chat_completions, "self"),
     "handle_text_completions": (mlx_server.APIHandler.handle_text_completions, "self"),
@@ -337,11 +404,3 @@ RELIED_ON = {
 def test_what_is_relied_on_in_mlx_lms_server_is_as_it_was(name):
     function, parameters = RELIED_ON[name]
     assert " ".join(inspect.signature(function).parameters) == parameters
-
-
-def test_mlx_lms_server_hands_over_what_the_engine_takes():
-    """The keywords of its one call of ``stream_generate``."""
-    source = inspect.getsource(mlx_server.ResponseGenerator._serve_single)
-    call = source[source.index("for gen in stream_generate(") :].split("):\n")[0]
-    for parameter in inspect.signature(stream_generate).parameters.values():
-        assert parameter.kind is parameter.VAR_KEYWORD or f"{parameter.name}=" in call

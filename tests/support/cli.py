@@ -2,15 +2,17 @@
 
 import re
 
-from click.testing import Result
-from typer.testing import CliRunner
+import typer
+from click.testing import CliRunner, Result
 
 from dflash import cli
+
+COMMAND = typer.main.get_command(cli.app)  # made once: it takes longer than most calls in tests
 
 
 def invoke(*args: object, stdin: str | bytes | None = None) -> Result:
     """``dflash ARGS`` in this process, its streams kept apart."""
-    return CliRunner().invoke(cli.app, [str(arg) for arg in args], input=stdin)
+    return CliRunner().invoke(COMMAND, [str(arg) for arg in args], input=stdin)
 
 
 def assert_one_error(result: Result, message: str, code: int = 1) -> None:

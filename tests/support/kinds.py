@@ -13,6 +13,7 @@ KINDS = {
     "dflash": {},
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 3},
     "dspark": {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": True},
+    "domino": {"gru_hidden_dim": 10, "emb_dim": 6, "pure_draft_prefix_len": 1, "sample_from_anchor": True},
     "dflare": {},
     "dflash, reduced vocabulary": {"draft_vocab_size": len(KNOWN)},
 }

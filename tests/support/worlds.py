@@ -4,6 +4,8 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean
 
 from dflash import BlockRecord, Drafts, Policy
 from dflash.core.trees import chain
@@ -25,6 +27,17 @@ def staircase(*seconds: float) -> Callable[[int], float]:
     return cost
 
 
+def through(points: dict[int, float]) -> Callable[[int], float]:
+    """Straight lines between passes of so many tokens; the last one goes on."""
+
+    def cost(tokens: int) -> float:
+        segments = list(pairwise(sorted(points)))
+        a, b = next((pair for pair in segments if tokens <= pair[1]), segments[-1])
+        return points[a] + (points[b] - points[a]) * (tokens - a) / (b - a)
+
+    return cost
+
+
 def tiles(size: int, base: float, step: float) -> Callable[[int], float]:
     """A fixed cost, and one for every tile of tokens that is begun."""
     return lambda tokens: base + step * -(-tokens // size)
@@ -36,13 +49,14 @@ class World:
 
     Args:
         plain: Seconds of a plain step.
-        passes: Seconds of a target pass, by its number of tokens.
+        passes: Seconds of a target pass, by its number of tokens in all rows.
         chances: That draft 1, 2, ... is right if those before it are; the last one holds for all further drafts.
         draft: Seconds of drafting, whatever the length.
-        each: Seconds that each draft adds.
+        each: Seconds that each draft of a row adds.
         most: Drafts of the longest block.
         offers: Share of the blocks for which the drafter proposes anything.
         parents: Makes each proposal a tree: the draft that each one follows.
+        rows: Texts that are decoded at once.
     """
 
     plain: float
@@ -53,13 +67,14 @@ class World:
     most: int = 15
     offers: float = 1.0
     parents: Sequence[int] | None = None
+    rows: int = 1
 
     def chance(self, position: int) -> float:
         return self.chances[min(position, len(self.chances) - 1)]
 
     def seconds(self, drafts: int) -> float:
-        """A block that drafts and verifies so many tokens."""
-        return self.draft + self.each * drafts + self.passes(drafts + 1)
+        """A block that drafts and verifies so many tokens in each row."""
+        return self.draft + self.each * self.rows * drafts + self.passes(self.rows * (drafts + 1))
 
     def tokens(self, drafts: int) -> float:
         """What such a block commits on average."""
@@ -98,6 +113,10 @@ class World:
 
     def but(self, **changes: object) -> "World":
         return replace(self, **changes)
+
+    def at(self, rows: int) -> "World":
+        """The same with so many texts at once."""
+        return self.but(rows=rows, plain=self.passes(rows))
 
 
 @dataclass
@@ -144,7 +163,7 @@ def _pause(world: World, policy: Policy, clock: Clock) -> Iterator[tuple[int, fl
     while left > 0:
         left -= 1
         seen = world.plain * (1 + 0.8 * begins - 0.8 * (left == 0))
-        policy.observe(BlockRecord(0, 0, 0, 0, None, clock.measure(seen, True), asleep=True))
+        policy.observe(BlockRecord(0, 0, 0, 0, None, clock.measure(seen, True), asleep=True, rows=world.rows))
         yield PLAIN, 1.0, world.plain
         begins = False
         if left > 1:
@@ -157,10 +176,14 @@ def _block(world: World, policy: Policy, clock: Clock) -> tuple[int, float, floa
     parents = chain(offered) if world.parents is None else world.parents[:offered]
     drafts = Drafts(offered, parents=None if world.parents is None else parents)
     verified = min(policy.verify_length(drafts), offered)
-    right, on_path = world.right(parents, clock), {-1}
-    for i, parent in enumerate(parents[:verified]):
-        on_path |= {i} if i in right and parent in on_path else set()
-    known = {i: i in right for i, parent in enumerate(parents) if parent in on_path}
-    seen = clock.measure(world.seconds(verified), False)
-    policy.observe(BlockRecord(offered, verified, len(on_path) - 1, sum(known.values()), None, seen, outcomes=known))
+    accepted, known = [], []
+    for _ in range(world.rows):
+        right, on_path = world.right(parents, clock), {-1}
+        for i, parent in enumerate(parents[:verified]):
+            on_path |= {i} if i in right and parent in on_path else set()
+        accepted.append(len(on_path) - 1)
+        known.append({i: i in right for i, parent in enumerate(parents) if parent in on_path})
+    shares = {i: fmean(row[i] for row in known if i in row) for i in set().union(*known)}
+    seen, matched = clock.measure(world.seconds(verified), False), min(sum(row.values()) for row in known)
+    policy.observe(BlockRecord(offered, verified, max(accepted), matched, None, seen, outcomes=shares, rows=world.rows))
     return verified, *world.block(verified if offered else asked)

@@ -1,24 +1,42 @@
 """Rows that keep different numbers of a pass's tokens are what their texts are alone; what cannot be is refused."""
 
+import mlx.core as mx
 import pytest
 from support.rows import ROW_TARGETS, row_target
 
 from dflash import LoadedTargetModel
 from dflash.adapters.conformance import small_models as small
 from dflash.core.errors import IncompatibleModelsError
-from dflash.target.rows import RULES
+from dflash.target.rows import RowsPass, as_rows
 from dflash.target.trial import Trial, rows_equal_texts
 
+OTHERS = ("gemma3n", "plamo3")  # layers that read the entries of earlier ones; a mask wider than its window
 
-@pytest.mark.parametrize("name", ROW_TARGETS)
+
+@pytest.mark.parametrize("name", [*ROW_TARGETS, *OTHERS])
 def test_rows_equal_their_texts_and_leave_as_these(name):
-    rows_equal_texts(Trial(row_target(name), rounds=10))
+    target = row_target(name) if name in ROW_TARGETS else LoadedTargetModel(small.build(name))
+    rows_equal_texts(Trial(target, rounds=10))
+
+
+@pytest.mark.parametrize("name", ["full", "sliding"])
+def test_what_rows_reject_moves_no_keys_and_no_values(name):
+    target = row_target(name)
+    rows = [layer[0].merge(list(layer)) for layer in zip(*(as_rows(target.make_cache()) for _ in "ab"), strict=True)]
+    for kept in ([3, 1], [8, 2], [1, 1]) * 4:  # past the window
+        _, _, rows_pass = target.forward_rows(mx.ones((2, 8), mx.int32), rows, ())
+        before = [cache.state for cache in rows]
+        rows_pass.keep(kept)
+        assert all(
+            a is b for cache, old in zip(rows, before, strict=True) for a, b in zip(cache.state, old, strict=True)
+        )
+    assert rows[0].offset.tolist() == [48, 16]
 
 
 @pytest.mark.parametrize("name", ["full", "sliding", "gated delta net"])
 def test_a_row_that_keeps_too_much_is_noticed(name, monkeypatch):
-    for kind, rule in list(RULES.items()):
-        monkeypatch.setitem(RULES, kind, lambda cache, length, kept, rule=rule: rule(cache, length, [max(kept)] * 3))
+    keep = RowsPass.keep
+    monkeypatch.setattr(RowsPass, "keep", lambda rows_pass, kept: keep(rows_pass, [max(kept)] * len(kept)))
     with pytest.raises(AssertionError, match="row"):
         rows_equal_texts(Trial(row_target(name), rounds=3))
 

@@ -25,6 +25,8 @@ def test_export_writes_best_or_last_and_refuses_what_is_no_run(undisturbed, tmp_
     for wrong, out in [*((tmp_path / name, "x") for name in (".", "best", "last")), (undisturbed, "file")]:
         answer = invoke("export", wrong, tmp_path / out)
         assert (answer.exit_code, answer.stderr.count("\n")) == (1, 1)
+    named = ("--push", "caf\udce9")
+    assert_one_error(invoke("export", undisturbed, tmp_path / "named", *named), "--push is not UTF-8 text")
 
 
 def test_a_card_names_what_has_a_name(undisturbed, tmp_path, monkeypatch):

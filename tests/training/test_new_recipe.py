@@ -36,8 +36,18 @@ def test_layers_lengths_and_mask_are_those_of_target_and_data(proposal):
     recipe = proposal.recipe
     assert all(0 <= layer < 4 for layer in recipe.drafter.target_layer_ids)
     assert recipe.data.max_length == 64  # the longest sequence has fewer tokens
+    assert recipe.drafter.window == 64
     assert recipe.drafter.mask_token == "<|mask|>"
     assert "neither the tokenizer nor the dataset" in proposal.reasons["drafter.mask_token"]
+
+
+@pytest.mark.parametrize(
+    ("given", "window"), [("data.max_length=48", 48), ("drafter.window=20", 20), ("drafter.window=null", None)]
+)
+def test_the_window_is_the_longest_sequence_of_training_unless_it_is_set(folder, given, window):
+    found = propose_recipe(str(folder / "target"), folder / "data", overrides=[given])
+    assert found.recipe.drafter.window == window
+    assert ("drafter.window" in found.reasons) == given.startswith("data")
 
 
 def test_it_trains_as_it_is(proposal, folder):

@@ -156,6 +156,7 @@ def test_a_target_with_code_of_its_own_is_fitted_where_it_is_trusted(target, tmp
 
 def test_mistakes_are_one_line_of_error(target, tmp_path):
     assert_one_error(fit(target, tmp_path / "out", "--count", 0), "count must be at least 1, got 0")
-    assert_one_error(fit(tmp_path / "none", tmp_path / "out"), "No checkpoint folder at")
+    for output in (tmp_path / "out", "."):
+        assert_one_error(fit(tmp_path / "none", output), "No checkpoint folder at")
     own = write_lines(tmp_path / "own.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
     assert_one_error(fit(target, tmp_path / "x", "--prompts", own, "--set", "run.stepz=2"), "did you mean .*steps")

@@ -1,14 +1,19 @@
 """Reporting callbacks get every line of a run's log by mlx-lm's names; a missing package is one line."""
 
+import json
 import sys
 from types import SimpleNamespace
 from typing import ClassVar
 
+import mlx.core as mx
 import pytest
 from mlx_lm.tuner import callbacks as mlx_lm_callbacks
+from support.cli import invoke
 from support.runs import read_log, recipe
 
 from dflash.core.errors import DFlashError
+from dflash.core.files import read_safetensors
+from dflash.training.export import export
 from dflash.training.reporting import numbers
 from dflash.training.train import train
 
@@ -70,6 +75,26 @@ def test_tensorboard_gets_a_scalar_for_each_number(folder, monkeypatch):
         (line["step"], line["loss"]) for line in lines if "loss" in line
     ]
     assert {name for _, name, _ in writer.scalars} >= {"val_loss", "learning_rate", "acceptance_length"}
+
+
+def test_the_drafters_of_a_run_are_scored_and_plotted_in_one_command(folder, tmp_path):
+    run, plot = folder / "kept", tmp_path / "steps.svg"
+    train(recipe(folder, "kept", "run.callbacks=[drafters]", "run.steps=4", "run.evaluate_every=2"))
+    steps = sorted((run / "drafters").iterdir())
+    assert [step.name for step in steps] == ["000002", "000004"]
+    export(run, tmp_path / "last", best=False)
+    *kept, last = (read_safetensors(step)["layers.0.mlp.up_proj.weight"] for step in (*steps, tmp_path / "last"))
+    assert [mx.array_equal(own, last).item() for own in kept] == [False, True]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n{"prompt": "Count"}\n')
+    asked = ["eval", *steps, "--target", folder / "target", "--prompts", prompts, "--raw", "--max-tokens", "12"]
+    result = invoke(*asked, "--plot", plot, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["drafters"]
+    assert [own["drafter"] for own in found] == list(map(str, steps))
+    assert all(str(step) in plot.read_text() for step in steps)
+    alone = invoke("eval", steps[1], *asked[3:], "--decode", "--json")
+    assert found[1]["by_prompt"] == json.loads(alone.stdout)["by_prompt"]
 
 
 @pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboardX")])

@@ -5,11 +5,11 @@
     shards/000000.jsonl           the same sequences as text, one a line: {"messages": [...], ...}
     manifest.json                 what was made and which digests are held out, written after the last shard
 
-Each file is complete or absent. Version 1 had the folders `train` and `heldout` instead of `shards`, without digests or
-text. Such a dataset still opens, with its fixed split.
+Each file is complete or absent. A record of ``dflash serve`` (:mod:`dflash.serving.record`) is a dataset that still
+grows, so it is counted as it is opened. Version 1 had the folders `train` and `heldout` instead of `shards`, without
+digests or text. Such a dataset still opens, with its fixed split.
 """
 
-import hashlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -23,15 +23,17 @@ import numpy as np
 from dflash import LoadedTargetModel
 from dflash.core.errors import CheckpointError, DataError, one_line
 from dflash.core.files import atomic_write, exclusive_lock, read_arrays, read_json, write_arrays, write_json
-from dflash.target.identity import target_fingerprint
+from dflash.prompts.conversations import Conversation
+from dflash.serving import record
+from dflash.target.identity import target_fingerprint, tokenizer_fingerprint
 
 from .sequences import Ints, Sequences
-from .split import SPLITS, HeldoutRule, Split, is_heldout
+from .split import SPLITS, HeldoutRule, Split, is_heldout, opening_digest
 
 FORMAT, VERSION = "dflash-dataset", 2
 PLAN, MANIFEST, SHARDS = "plan.json", "manifest.json", "shards"
 
-_PROBE = "Hello, world! 3.14159\n\tdef f(x):\n        return x ** 2  # naïve — Ωß 漢字 🙂\n<|im_end|></s>"
+_NONE = Sequences(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,6 @@ class Example:
 
 
 # --- fingerprints -------------------------------------------------------------------------------------------
-
-
-def tokenizer_fingerprint(target: LoadedTargetModel) -> str:
-    """SHA-256 over a tokenizer: its vocabulary, its stop tokens, and its tokens for one sample text."""
-    if target.tokenizer is None:
-        raise DataError("This target was loaded without a tokenizer; load it from a folder that has one.")
-    vocabulary = sorted(target.tokenizer.get_vocab().items())
-    tokens = target.tokenizer.encode(_PROBE)
-    return hashlib.sha256(json.dumps([vocabulary, sorted(target.stop_token_ids()), tokens]).encode()).hexdigest()
 
 
 def dataset_fingerprint(sequences: Sequences) -> dict[str, int]:
@@ -103,12 +96,7 @@ def write_manifest(folder: Path, description: dict[str, Any], rule: HeldoutRule)
 
     ``description`` must hold ``shards``, their number, and ``stop_tokens``, the target's.
     """
-    described = description | {"heldout": asdict(rule)}
-    shards, splits = shards_with_split(folder, described), {}
-    for split in SPLITS:
-        parts = Sequences.concatenate(part.select(held == (split == "heldout")) for part, held in shards)
-        splits[split] = _count(parts, description["stop_tokens"])
-    manifest = described | {"splits": splits}
+    manifest = _counted(folder, description | {"heldout": asdict(rule)})
     if not (folder / MANIFEST).exists() or read_manifest(folder) != manifest:
         write_json(folder / MANIFEST, manifest)
     return manifest
@@ -145,6 +133,15 @@ def remove_unfinished(folder: Path) -> None:
             file.unlink()
 
 
+def _counted(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
+    """A description with the sizes of its splits."""
+    shards, splits = shards_with_split(folder, description), {}
+    for split in SPLITS:
+        parts = Sequences.concatenate(part.select(held == (split == "heldout")) for part, held in shards)
+        splits[split] = _count(parts, description["stop_tokens"])
+    return description | {"splits": splits}
+
+
 def _count(sequences: Sequences, stops: Sequence[int]) -> dict[str, int]:
     """Sizes of a split; ``cut`` are sequences whose last response does not end with a stop token."""
     responses = np.flatnonzero(sequences.loss_mask)
@@ -178,7 +175,7 @@ def open_dataset(folder: Path, split: Split, target: LoadedTargetModel | None) -
         )
     sequences = Sequences.concatenate(_split_shards(folder, manifest, split))
     for name, number in (("sequences", len(sequences)), ("tokens", len(sequences.tokens))):
-        if number != expected[name]:
+        if number != expected[name] and not manifest.get("recorded"):
             raise DataError(
                 f"Split {split!r} of {folder} holds {number} {name}, but its manifest says {expected[name]}: a shard "
                 "was exchanged. Prepare the dataset again in an empty folder."
@@ -201,10 +198,35 @@ def _split_shards(folder: Path, manifest: dict[str, Any], split: Split) -> list[
 
 def shards_with_split(folder: Path, manifest: dict[str, Any]) -> list[tuple[Sequences, Ints]]:
     """Each shard's sequences and which of them are held out, a boolean ``[N]``; for datasets of version 2."""
-    parts = [read_shard(shard_path(folder, number)) for number in range(manifest["shards"])]
+    parts = [_read(folder, manifest, number) for number in shard_numbers(folder, manifest)]
     held = is_heldout(np.concatenate([digests for _, digests in parts]), HeldoutRule(**manifest["heldout"]))
     ends = np.cumsum([len(sequences) for sequences, _ in parts])[:-1]
     return [(sequences, part) for (sequences, _), part in zip(parts, np.split(held, ends), strict=True)]
+
+
+def shard_numbers(folder: Path, manifest: dict[str, Any]) -> Sequence[int]:
+    """The numbers of a dataset's shards; a record may have lost its first ones."""
+    return record.shard_numbers(folder) if manifest.get("recorded") else range(manifest["shards"])
+
+
+def _read(folder: Path, manifest: dict[str, Any], number: int) -> tuple[Sequences, Ints]:
+    if not manifest.get("recorded"):
+        return read_shard(shard_path(folder, number))
+    examples = recorded_examples(folder, number)
+    digests = np.asarray([example.digest for example in examples], np.uint64)
+    parts = [Sequences(e.tokens, e.loss_mask, np.asarray([len(e.tokens)], np.int32)) for e in examples]
+    return Sequences.concatenate([_NONE, *parts]), digests
+
+
+def recorded_examples(folder: Path, number: int) -> list[Example]:
+    """The requests of a record's shard, each with its answer."""
+    examples, path = [], record.recorded_path(folder, number)
+    for text in record.recorded(path):
+        prompt, answer = text.pop("prompt_tokens"), text.pop("answer_tokens")
+        digest = opening_digest(Conversation(tuple(text["messages"]), str(path)))
+        mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+        examples.append(Example(np.asarray(prompt + answer, np.int32), mask, digest, text))
+    return examples
 
 
 def read_shard(path: Path) -> tuple[Sequences, Ints]:
@@ -231,6 +253,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise DataError(f"The dataset in {folder} is not finished; give its 'dflash prepare' command again.")
         raise DataError(f"{folder} holds no dataset ({MANIFEST} is missing); make one with 'dflash prepare'.")
     manifest = read_description(folder / MANIFEST, (1, VERSION))
+    if manifest.get("recorded"):
+        if not any(record.recorded(record.recorded_path(folder, number)) for number in record.shard_numbers(folder)):
+            raise DataError(f"No request is in the record {folder} yet.")
+        manifest = _counted(folder, manifest | {"shards": len(record.shard_numbers(folder))})
     try:
         for split in SPLITS:
             counts = manifest["splits"][split]

@@ -8,7 +8,18 @@ from typing import Any
 from dflash.core.errors import DataError
 from dflash.core.files import atomic_write, exclusive_lock
 
-from .dataset import FORMAT, SHARDS, VERSION, read_manifest, shard_path, text_path, write_manifest
+from .dataset import (
+    FORMAT,
+    SHARDS,
+    VERSION,
+    read_manifest,
+    recorded_examples,
+    shard_numbers,
+    shard_path,
+    text_path,
+    write_manifest,
+    write_shard,
+)
 from .split import HeldoutRule
 
 
@@ -18,20 +29,21 @@ def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None)
     ``heldout`` decides which conversations are held out; ``None`` keeps the first dataset's rule. It depends on a
     conversation's opening alone, so the same request is in the same split in every dataset.
 
-    Raises ``DataError`` for fewer than two datasets, for one that is unfinished, of format version 1, or of another
-    target or tokenizer than the first, and if ``out`` is not empty.
+    Raises ``DataError`` for a dataset that is unfinished, of format version 1, or of another target or tokenizer than
+    the first, and if ``out`` is not empty.
     """
-    if len(folders) < 2:
-        raise DataError(f"Joining takes two datasets or more, got {len(folders)}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is not an empty folder; choose another name for the joined dataset.")
     manifests = [read_manifest(folder) for folder in folders]
     for folder, manifest in zip(folders, manifests, strict=True):
         _check_fits(folder, manifest, folders[0], manifests[0])
-    parts = [(folder, i) for folder, made in zip(folders, manifests, strict=True) for i in range(made["shards"])]
+    parts = [(f, made, i) for f, made in zip(folders, manifests, strict=True) for i in shard_numbers(f, made)]
     with exclusive_lock(out):
         (out / SHARDS).mkdir()
-        for number, (folder, i) in enumerate(parts):
+        for number, (folder, manifest, i) in enumerate(parts):
+            if manifest.get("recorded"):
+                write_shard(out, number, recorded_examples(folder, i))
+                continue
             _copy(text_path(folder, i), text_path(out, number))
             _copy(shard_path(folder, i), shard_path(out, number))
         first = manifests[0]

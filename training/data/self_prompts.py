@@ -75,11 +75,13 @@ def write_prompts(target: LoadedTargetModel, count: int, path: Path, settings: P
     Returns the numbers of ``requests`` and of those ``sampled``, and of the dropped ones by reason. The folder
     ``PATH.work`` next to the file holds the state for resuming; a higher ``count`` adds requests.
 
-    Raises ``DataError`` if the target has no chat template, the file was started with other settings or another target,
-    or the target writes nothing new any more.
+    Raises ``DataError`` if the target has no chat template, the file is a folder or was started with other settings
+    or another target, or the target writes nothing new any more.
     """
     if count < 1:
         raise DataError(f"count must be at least 1, got {count}.")
+    if path.is_dir():
+        raise DataError(f"Requests go to a file, but {path} is a folder; name a file, such as prompts.jsonl.")
     settings.decoding.check_vocabulary(target.vocab_size)
     prefix, stops = user_turn(target, settings.system)
     require_batches(target)

@@ -11,7 +11,7 @@ import numpy as np
 from dflash.core.errors import DataError
 from dflash.core.files import atomic_write
 
-from .dataset import json_line, read_manifest, shards_with_split, text_path
+from .dataset import json_line, read_manifest, recorded_examples, shard_numbers, shards_with_split, text_path
 from .split import Split
 
 
@@ -41,8 +41,12 @@ def read_dataset(folder: Path, split: Split | None = None) -> Iterator[Conversed
             "it, give its 'dflash prepare' command with an empty folder."
         )
     number = 0
-    for shard, (sequences, heldout) in enumerate(shards_with_split(folder, manifest)):
-        texts = _read_texts(text_path(folder, shard), len(sequences))
+    numbers, shards = shard_numbers(folder, manifest), shards_with_split(folder, manifest)
+    for shard, (sequences, heldout) in zip(numbers, shards, strict=False):  # a record may have begun one more
+        if manifest.get("recorded"):
+            texts = [example.text for example in recorded_examples(folder, shard)[: len(sequences)]]
+        else:
+            texts = _read_texts(text_path(folder, shard), len(sequences))
         ends = np.cumsum(sequences.lengths)
         for i, text in enumerate(texts):
             of: Split = "heldout" if heldout[i] else "train"

@@ -12,7 +12,8 @@ from dflash.adapters.base import DRAFTER_SIZES
 from dflash.core.errors import TrainingError, did_you_mean
 from dflash.core.files import flat
 from dflash.drafters.checkpoints.config import spread_layer_ids
-from dflash.drafters.kinds import drafter_class, kind_of
+from dflash.drafters.checkpoints.formats import SLIDING
+from dflash.drafters.kinds import DEFAULT, drafter_class, kind_of
 from dflash.target.identity import target_fingerprint
 
 from ..data.mask_token import suggestion
@@ -55,10 +56,15 @@ def drafter_config(shape: DrafterShape, target: LoadedTargetModel) -> DFlashConf
         "max_position_embeddings": target.max_length or 40960,
         "target_fingerprint": target_fingerprint(target),
     }
+    if shape.window is not None:
+        values |= {
+            "layer_types": (SLIDING,) * shape.num_hidden_layers, "sliding_window": shape.window, "is_causal": False
+        }  # fmt: skip
     kind = _trainable_class(shape.kind)
     for name in shape.options:
         if name in values:
-            instead = "vocabulary" if name == "draft_vocab_size" else name
+            instead = {"draft_vocab_size": "vocabulary", "layer_types": "window", "sliding_window": "window",
+                       "is_causal": "window"}.get(name, name)  # fmt: skip
             raise TrainingError(f"drafter.options.{name} is not an option of the kind; set drafter.{instead} instead.")
     if (shape.vocabulary or 0) > target.vocab_size:
         raise TrainingError(f"drafter.vocabulary {shape.vocabulary} is more than the target's {target.vocab_size}.")
@@ -153,26 +159,9 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
     _trainable_class(kind)
     if any(name.endswith(".scales") for name in flat(model.parameters())):
         raise TrainingError(f"drafter.from {shape.from_} is quantised; start from its weights before quantisation.")
-    if type(model) is DFlashDraftModel and kind != shape.kind:
-        model, kind = _extended(shape, model), shape.kind
-    elif shape.options:
-        raise TrainingError(f"drafter.options are those of {shape.from_}; remove drafter.options, or drafter.from.")
-    config = model.config
-    asked = {name: getattr(shape, name) for name in SHAPE} | {"kind": shape.kind}
-    there = {name: getattr(config, name) for name in SHAPE} | {"kind": kind}
-    if shape.mask_token is not None:
-        asked["mask_token"], there["mask_token"] = mask_token_id(shape.mask_token, target), config.mask_token_id
-    asked["vocabulary"], there["vocabulary"] = shape.vocabulary, config.draft_vocab_size
-    defaults = {field.name: field.default for field in dataclasses.fields(DrafterShape)}
-    for name, value in asked.items():
-        if value not in (defaults[name], there[name]):
-            raise TrainingError(
-                f"drafter.{name} is {value!r}, but {shape.from_} has {there[name]!r}. A drafter keeps its shape: "
-                f"remove drafter.{name}, or drafter.from."
-            )
     model.config = dataclasses.replace(
-        config,
-        elastic_blocks=config.elastic_blocks or shape.elastic_blocks,
+        model.config,
+        elastic_blocks=model.config.elastic_blocks or shape.elastic_blocks,
         num_target_layers=target.num_layers,
         target_fingerprint=target_fingerprint(target),
     )
@@ -183,24 +172,50 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
             f"drafter.from {shape.from_} has an {' and an '.join(own)} of its own that are not this target's; train it "
             "for the target whose copies they are."
         )
+    if shape.kind not in (kind, DEFAULT):
+        model = _extended(shape, model)
+        model.bind(target)
+    elif shape.options:
+        raise TrainingError(f"drafter.options are those of {shape.from_}; remove drafter.options, or drafter.from.")
+    asked = {name: getattr(shape, name) for name in SHAPE}
+    there = {name: getattr(model.config, name) for name in SHAPE}
+    if shape.mask_token is not None:
+        asked["mask_token"], there["mask_token"] = mask_token_id(shape.mask_token, target), model.config.mask_token_id
+    asked["vocabulary"], there["vocabulary"] = shape.vocabulary, model.config.draft_vocab_size
+    asked["window"], there["window"] = shape.window, model.config.sliding_window
+    defaults = {field.name: field.default for field in dataclasses.fields(DrafterShape)}
+    for name, value in asked.items():
+        if value not in (defaults[name], there[name]):
+            raise TrainingError(
+                f"drafter.{name} is {value!r}, but {shape.from_} has {there[name]!r}. A drafter keeps its shape: "
+                f"remove drafter.{name}, or drafter.from."
+            )
     mx.eval(model.parameters())
     return model
 
 
 def _extended(shape: DrafterShape, start: DFlashDraftModel) -> DFlashDraftModel:
-    """A drafter of the kind ``shape.kind`` with the weights of the DFlash drafter ``start`` and new additions."""
-    kind = _trainable_class(shape.kind)
+    """A drafter of the kind ``shape.kind`` with the weights of ``start`` and new additions.
+
+    Heads that the new kind lacks stay behind: no layer depends on them. Any other difference is refused.
+    """
+    kind, there = _trainable_class(shape.kind), kind_of(start)
     shared = {field.name: getattr(start.config, field.name) for field in dataclasses.fields(DFlashConfig)}
     mx.random.seed(shape.seed)
     model: DFlashDraftModel = kind(kind.config_class(**shared, **_options(shape, kind, shared)))
     if start.token_ids is not None:
         model.reduce_vocabulary(start.token_ids, own_head="lm_head" in start)
     weights, wanted = flat(start.parameters()), flat(model.parameters())
-    different = {name for name in weights.keys() ^ wanted.keys() if not _is_added(name, model)}
-    if different:
+    alike = {name for name in weights.keys() & wanted.keys() if weights[name].shape == wanted[name].shape}
+    behind = {name for name in weights.keys() - alike if name.partition(".")[0] in start.head_modules}
+    new = {name for name in wanted.keys() - alike if _is_added(name, model)}
+    if unfit := (weights.keys() | wanted.keys()) - alike - behind - new:
         raise TrainingError(
-            f"drafter.from {shape.from_} is of the kind {kind_of(start)!r}, from which one of the kind {shape.kind!r} "
-            f"cannot start: {min(different)} is not in both."
+            f"drafter.from {shape.from_} is of the kind {there!r}, from which one of the kind {shape.kind!r} cannot "
+            f"start: {min(unfit)} is not in both, or not of one shape."
         )
-    model.load_weights(list(weights.items()), strict=False)
+    model.load_weights([(name, weights[name]) for name in alike], strict=False)
+    parts = [part for part in model.added_modules if any(part in name.split(".") for name in new)]
+    lost = f"; {' and '.join(sorted({n.partition('.')[0] for n in behind}))} stay behind" if behind else ""
+    logger.info("drafter.from %s: a %s drafter, with new %s%s.", shape.from_, there, " and ".join(parts), lost)
     return model

@@ -5,7 +5,7 @@ T predictions that count, C predictions of a chunk, V vocabulary: the part that 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -29,7 +29,8 @@ class Batch(NamedTuple):
 
     ``tokens [N, S]``; ``loss_mask [N, S]``, true on responses; ``anchors [N, A]``; the frozen target's
     ``features [N, S, F]`` and, for objectives that need the target's logits, its final hidden states
-    ``target_hidden [N, S, E]``. A block has ``drafts`` predictions, by default as many as the drafter's blocks.
+    ``target_hidden [N, S, E]``. A block has ``drafts`` predictions, by default as many as the drafter's blocks. Where a
+    kind corrects its logits by the tokens before, ``base_weight`` of the loss is that of the uncorrected ones.
     """
 
     tokens: mx.array
@@ -38,6 +39,7 @@ class Batch(NamedTuple):
     features: mx.array
     target_hidden: mx.array | None = None
     drafts: int | None = None
+    base_weight: float = 0.0
 
 
 def drafter_loss(
@@ -63,7 +65,8 @@ def drafter_loss(
     does not return one loss per prediction.
     """
     blocks = _BlockPredictions.of(model, batch, objective, head, dtype, attention, grad_checkpoint)
-    head_weights = {name: model[name].trainable_parameters() for name in model.head_modules if name in model}
+    trained = model.trainable_parameters()
+    head_weights = {name: trained[name] for name in model.head_modules if name in trained}
     loss = mean_in_chunks(
         blocks.losses, head_weights, blocks.hidden_TE, blocks.others, blocks.weights_T, blocks.chunks()
     )
@@ -140,7 +143,7 @@ class _BlockPredictions:
     """The predictions of a batch that count: their hidden states, weights, and what they should be.
 
     ``others`` are the tokens before them, their tokens and positions ``[T]``, and the target's hidden states ``[T, E]``
-    where needed. The weight of a token that the drafter does not know is 0.
+    where needed. The weight of a token that the drafter does not know is 0. ``base_weight`` is the batch's.
     """
 
     model: DFlashDraftModel
@@ -149,6 +152,7 @@ class _BlockPredictions:
     hidden_TE: mx.array
     weights_T: mx.array
     others: list[mx.array]
+    base_weight: float = 0.0
 
     @classmethod
     def of(
@@ -189,7 +193,7 @@ class _BlockPredictions:
         weights_T = rows(inside * weights)
         if model.draft_ids is not None:
             weights_T = weights_T * (model.draft_ids[others[1]] >= 0)
-        return cls(model, objective, head, hidden_TE, weights_T, others)
+        return cls(model, objective, head, hidden_TE, weights_T, others, batch.base_weight)
 
     def predictions(
         self,
@@ -199,7 +203,9 @@ class _BlockPredictions:
         positions_C: mx.array,
         before_CE: mx.array | None = None,
     ) -> Predictions:
-        logits_CV = self.model.taught_logits(hidden_CE, previous_C, positions_C).astype(mx.float32)
+        base_CV = self.model.head(hidden_CE)
+        logits_CV = self.model.taught_logits(base_CV, hidden_CE, previous_C, positions_C)
+        uncorrected_CV = None if logits_CV is base_CV else base_CV.astype(mx.float32)
         target_logits_CV = None
         if before_CE is not None and self.head is not None:
             target_logits_CV = mx.stop_gradient(self.head(before_CE).astype(mx.float32))
@@ -208,7 +214,8 @@ class _BlockPredictions:
             tokens_C = self.model.draft_ids[tokens_C]
             known_C = tokens_C >= 0
             tokens_C = mx.maximum(tokens_C, 0)
-        return Predictions(logits_CV, tokens_C, positions_C, target_logits_CV, known_C)
+        logits_CV = logits_CV.astype(mx.float32)
+        return Predictions(logits_CV, tokens_C, positions_C, target_logits_CV, known_C, uncorrected_CV)
 
     def scored(self, predictions: Predictions, hidden_CE: mx.array, previous_C: mx.array, *_: mx.array) -> mx.array:
         losses_C = self.objective.losses(predictions)
@@ -217,6 +224,9 @@ class _BlockPredictions:
                 f"The objective {self.objective.kind!r} returns an array of shape {list(losses_C.shape)}; expected one "
                 f"loss for each prediction, {list(predictions.tokens_T.shape)}."
             )
+        if self.base_weight and predictions.base_logits_TV is not None:
+            uncorrected = replace(predictions, logits_TV=predictions.base_logits_TV)
+            losses_C = (1 - self.base_weight) * losses_C + self.base_weight * self.objective.losses(uncorrected)
         added_C = self.model.auxiliary_losses(hidden_CE, previous_C, predictions)
         return losses_C if added_C is None else losses_C + self.objective.auxiliary_weight * added_C
 

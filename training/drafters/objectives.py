@@ -21,6 +21,7 @@ from dflash.drafters.trainable import Predictions as Predictions
 from ...core.settings import Checked, SettingsError, setting
 
 CROSS_ENTROPY, KL, MIX, D_PACE, L1 = "cross_entropy", "kl", "mix", "d-pace", "l1"
+UNTIL_FAIL = "accept-until-fail"
 
 
 Losses = Callable[..., mx.array]
@@ -104,11 +105,29 @@ def d_pace(predictions: Predictions, alpha: float) -> mx.array:
     return mx.where(after_TT, prefix_T, 0).sum(1) * losses_T
 
 
+@register_objective(UNTIL_FAIL)
+def accept_until_fail(predictions: Predictions) -> mx.array:
+    """Cross-entropy up to a block's first wrong draft, that one included, and 0 after it (arXiv:2607.01893).
+
+    Decoding throws away what follows a wrong draft: one whose most likely token is not the target's. The truncation is
+    constant to the gradient. What counts keeps its weight by ``gamma``, and the mean is still over all predictions, so
+    that a block that fails early has the smaller part in a step.
+    """
+    right_T = mx.argmax(predictions.logits_TV, axis=-1) == predictions.tokens_T
+    if predictions.known_T is not None:
+        right_T = right_T & predictions.known_T
+    wrong_T = mx.logical_not(right_T).astype(mx.int32)
+    failures_T = mx.cumsum(wrong_T) - wrong_T  # before each prediction, those of earlier blocks included
+    starts_T = mx.arange(wrong_T.size) - (predictions.positions_T - 1)
+    return token_cross_entropy(predictions) * (failures_T == failures_T[starts_T])
+
+
 @register_objective(L1, needs_target_logits=True)
 def l1(predictions: Predictions, l1_weight: float) -> mx.array:
     """``l1_weight`` of ``sum(|p - q|)`` and the rest cross-entropy, as published with 0.9 (DSpark, arXiv:2607.05147).
 
-    A draft sampled from ``q`` is accepted with probability ``1 - sum(|p - q|) / 2``.
+    The sum is twice the total variation: a draft sampled from ``q`` is accepted with probability
+    ``1 - sum(|p - q|) / 2``.
     """
     assert predictions.target_logits_TV is not None
     distance_T = mx.abs(softmax(predictions.target_logits_TV) - softmax(predictions.logits_TV)).sum(-1)
@@ -122,20 +141,23 @@ class ObjectiveSettings(Checked):
     ``kind`` is ``cross_entropy`` on the target's tokens (as published), ``kl`` (forward KL divergence from the
     target's distribution to the drafter's), ``mix`` (``kl_weight`` of KL and the rest cross-entropy), ``l1``
     (``l1_weight`` of the distributions' L1 distance and the rest cross-entropy), ``d-pace`` (cross-entropy with weights
-    from the drafter's own probabilities, softened by ``alpha``), or the name of an objective that a plug-in registers;
-    ``options`` are the plug-in's own. Position ``i`` of a block counts ``exp(-(i - 1) / gamma)``, except with
-    ``d-pace``. Losses that the drafter's kind adds (:class:`~dflash.drafters.trainable.Trainable`) count
-    ``auxiliary_weight``. The logits of ``chunk`` predictions exist at once, or those of one block.
+    from the drafter's own probabilities, softened by ``alpha``), ``accept-until-fail`` (cross-entropy up to the first
+    wrong draft), or the name of an objective that a plug-in registers; ``options`` are the plug-in's own. Position
+    ``i`` of a block counts ``exp(-(i - 1) / gamma)``, except with ``d-pace``. Losses that the drafter's kind adds
+    (:class:`~dflash.drafters.trainable.Trainable`) count ``auxiliary_weight``. Where a kind corrects its logits by the
+    tokens before, the share of the uncorrected ones in the loss falls from 1 to 0 in the first ``base_steps``: half of
+    all in SpecForge's training of Domino. The logits of ``chunk`` predictions exist at once, or those of one block.
 
     Raises :class:`~dflash.core.settings.SettingsError` when a value is impossible.
     """
 
-    kind: str = setting(CROSS_ENTROPY, "cross_entropy, kl, mix, d-pace, l1, or what a plug-in registers")
+    kind: str = setting(CROSS_ENTROPY, "cross_entropy, kl, mix, d-pace, l1, accept-until-fail, or a plug-in's")
     kl_weight: float = setting(0.5, "of mix: the weight of KL; cross-entropy has the rest", at_least=0, at_most=1)
     gamma: float = setting(7.0, "position i of a block counts exp(-(i - 1) / gamma); not with d-pace", above=0)
     alpha: float = setting(0.5, "of d-pace: 0 takes probabilities as they are, 1 as certain", at_least=0, at_most=1)
     l1_weight: float = setting(0.9, "of l1: the weight of L1; cross-entropy has the rest", at_least=0, at_most=1)
     auxiliary_weight: float = setting(1.0, "weight of the losses that the drafter's kind adds", at_least=0)
+    base_steps: int = setting(0, "steps in which the loss moves from uncorrected logits to corrected ones", at_least=0)
     chunk: int = setting(512, "predictions whose logits exist at once, in whole blocks", at_least=1)
     options: dict[str, Any] = setting(meaning="options of a plug-in's objective", factory=dict)
 

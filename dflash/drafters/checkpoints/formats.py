@@ -66,6 +66,8 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
             values.pop(name, None)
             inner.pop(name, None)
     shifted = values.pop("draft_shift", None) is True
+    if "gru_hidden_dim" in known:
+        _domino(values, algorithms)
     for name, value in values.items():
         if name not in known:
             refuse_key(name, value)
@@ -125,7 +127,7 @@ def _taps(values: Values) -> None:
 
 def _anchor(values: Values, architectures: list[str], speculators: Mapping[str, Any], algorithms: list[str]) -> None:
     """Whether the anchor's position predicts the first draft: stated, or known from the packaging."""
-    if {"dspark", "dflash", "dflash2"} & set(algorithms):  # vLLM's speculators
+    if {"dspark", "dflash", "dflash2", "domino"} & set(algorithms):  # vLLM's speculators
         values.setdefault("block_size", 8)
         methods = speculators.get("proposal_methods")
         first = methods[0] if isinstance(methods, list) and methods else None
@@ -142,6 +144,14 @@ def _anchor(values: Values, architectures: list[str], speculators: Mapping[str, 
                 "where the first draft is read; set sample_from_anchor to true (at the anchor, as DeepSpec) or false."
             )
         values["sample_from_anchor"] = dspark
+
+
+def _domino(values: Values, algorithms: list[str]) -> None:
+    """Domino's own names: the anchor predicts the first draft by ``shift_label``; speculators' size of the head."""
+    shift, size = values.pop("shift_label", None), values.pop("logits_correction_emb_dim", None)
+    values.setdefault("emb_dim", size)
+    if values.get("sample_from_anchor") is None:
+        values["sample_from_anchor"] = bool(algorithms) if shift is None else shift
 
 
 def _rope_style(values: Values) -> None:
@@ -235,7 +245,7 @@ def _refuse_unknown_inside(inner: Values, known: Collection[str]) -> None:
     translated = {
         "causal", "causal_head", "dflash_query_causal", "is_neox_style", "rope_is_neox_style", "sample_from_anchor",
         "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "rope_scaling",
-        "sliding_window_non_causal", "use_sliding_window", "max_window_layers", "draft_shift",
+        "sliding_window_non_causal", "use_sliding_window", "max_window_layers", "draft_shift", "shift_label",
     }  # fmt: skip
     for name, value in inner.items():
         if name in known or name in translated or is_off(value) or is_supported_value(name, value):

@@ -22,6 +22,7 @@ _PREFIXES = re.compile(r"^((model|module|_orig_mod|draft|draft_model|drafter)\.)
 _RENAMED = (
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^encoder\.fc\."), "fc."),
+    (re.compile(r"^(logit_head|logits_correction)\.(prefix_gru|embed_proj)\."), r"\2."),
     (re.compile(r"^logit_head\."), "markov_head."),
     (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
     (re.compile(r"^(candidate_selector\.(predecessor|successor)_codebook)\.weight$"), r"\1"),

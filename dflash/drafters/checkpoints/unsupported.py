@@ -56,7 +56,7 @@ _KEYS: dict[str, str] = {
 _ONE = (None, 1, True)  # 1 == 1.0 == True
 _KEYS_BY_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_mode": ((None, "gqa", "mha", "mqa"), _MLA),
-    "projector_type": ((None, "dflash", "dspark"), "another head after the drafter's layers"),
+    "projector_type": ((None, "dflash", "dspark", "domino"), "another head after the drafter's layers"),
     "hidden_act": ((None, "silu", "swish"), "another activation than SiLU"),
     "hidden_activation": ((None, "silu", "swish"), "another activation than SiLU"),
     "use_qk_norm": ((None, True), "attention without normalised queries and keys"),
@@ -69,13 +69,13 @@ _KEYS_BY_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 
 _ARCHITECTURES = (
     (r"Gemma4.*DSpark", _GEMMA), (r"DeepseekV4|DSV4", _MLA),
-    (r"Qwen3_?[5-9].*DSpark", _GATED), (r"Domino", _DOMINO), (r"Eagle", "an Eagle drafter"),
+    (r"Qwen3_?[5-9].*DSpark", _GATED), (r"Eagle", "an Eagle drafter"),
     (r"MTP|NextN", "a multi-token-prediction head"),
     (r"Medusa", "Medusa heads"), (r"Laguna", _NORMS),
 )  # fmt: skip
-_SPECULATORS = ("dflash", "dflash2", "dspark")
+_SPECULATORS = ("dflash", "dflash2", "dspark", "domino")
 _ALGORITHMS = {
-    "domino": _DOMINO, "dflare": f"{_DFLARE} in the packaging of speculators", "mtp": "a multi-token-prediction head",
+    "dflare": f"{_DFLARE} in the packaging of speculators", "mtp": "a multi-token-prediction head",
     "eagle3": "an Eagle drafter", "eagle": "an Eagle drafter", "peagle": "an Eagle drafter",
 }  # fmt: skip
 

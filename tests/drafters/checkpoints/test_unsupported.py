@@ -27,7 +27,9 @@ REFUSED = {
     "confidence head": (
         {"drafter_kind": "dflash", "enable_confidence_head": True}, {}, {}, ["enable_confidence_head", "confidence"]
     ),
-    "Domino": ({}, {"projector_type": "domino"}, {}, ["projector_type 'domino'", "Domino"]),
+    "Domino as DFlash": (
+        {"drafter_kind": "dflash"}, {"projector_type": "domino", "emb_dim": 8}, {}, ["emb_dim 8", "Domino"]
+    ),
     "Domino by weights": ({}, {}, {"prefix_gru.weight_ih_l0": 1}, ["prefix_gru", "Domino"]),
     "length head": ({"use_thresh_head_two_model": True}, {}, {}, ["use_thresh_head_two_model", "length"]),
     "length head by weights": ({}, {}, {"thresh_head_two_model.out.bias": 1}, ["thresh_head", "length"]),
@@ -44,7 +46,7 @@ REFUSED = {
         {}, {}, {"fc.weight": None, "layer_fusion_weights": 1}, ["lacks fc.weight", "layer_fusion_weights", "DFlare"]
     ),
     "an algorithm of speculators": (
-        {"speculators_model_type": "jetspec"}, {}, {}, ["'jetspec'", "expected dflash, dflash2, dspark"]
+        {"speculators_model_type": "jetspec"}, {}, {}, ["'jetspec'", "expected dflash, dflash2, dspark, domino"]
     ),
     "Domino's size": ({}, {"emb_dim": 256}, {}, ["emb_dim 256", "Domino"]),
     "an Eagle": ({"speculators_model_type": "eagle3"}, {}, {}, ["eagle3", "Eagle"]),

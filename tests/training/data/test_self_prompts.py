@@ -220,4 +220,5 @@ def test_the_command_writes_what_the_function_writes_and_says_how_many(target_fo
     assert np.unique(texts[0].splitlines()).size == 5
     assert_one_error(invoke(*common, "--output", tmp_path / "a/p.jsonl", "--seed", 3), "begun with seed 1, not 3")
     assert_one_error(invoke(*common, "--output", tmp_path / "d.jsonl", "--temp", 0), "temp must be greater than 0")
+    assert_one_error(invoke(*common, "--output", "."), "Requests go to a file, but . is a folder")
     assert STOP not in texts[0]

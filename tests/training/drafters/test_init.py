@@ -51,6 +51,15 @@ def test_a_new_drafter_says_which_target_it_is_for_and_which_layers_it_reads(fol
     assert "another target" not in caplog.text
 
 
+def test_a_window_is_that_of_every_layer_and_blocks_see_themselves_both_ways(folder):
+    target, shape = dflash.load_target(folder / "target"), recipe(folder, "x", "drafter.window=9").drafter
+    config = new_drafter(replace(shape, num_hidden_layers=3), target).config
+    assert [config.window(layer) for layer in range(3)] == [9, 9, 9]
+    assert not any(config.causal_in_block(layer) for layer in range(3))
+    with pytest.raises(TrainingError, match=r"options\.sliding_window is not .*; set drafter\.window"):
+        new_drafter(replace(shape, options={"sliding_window": 5}), target)
+
+
 @pytest.fixture
 def wide_kind():
     """A kind with an option of its own."""
@@ -105,6 +114,7 @@ def test_a_run_starts_from_the_weights_of_a_given_drafter(folder, tmp_path, capl
         ({"block_size": 8}, r"drafter.block_size is 8, but .*first has 4. A drafter keeps its shape"),
         ({"mask_token": 5}, r"drafter.mask_token is 5, but .*first has \d+"),
         ({"options": {"width": 1}}, "remove drafter.options, or drafter.from"),
+        ({"window": 8}, r"drafter.window is 8, but .*first has None"),
     ):
         with pytest.raises(TrainingError, match=message):
             new_drafter(DrafterShape(from_=str(tmp_path / "first"), **other), target)

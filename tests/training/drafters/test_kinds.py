@@ -1,4 +1,4 @@
-"""Training DSpark and DFlash 2 drafters: losses and gradients, how they start, and runs from recipe to export."""
+"""Training the kinds beside DFlash: losses and gradients, how they start, and runs from recipe to export."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support import dense_dflash2, dense_dspark
+from support import dense_dflash2, dense_domino, dense_dspark
 from support.dense_loss import (
     GAMMA,
     SLIDING,
@@ -25,10 +25,12 @@ from support.models import draft_config, randomize
 from support.runs import read_log, recipe, result
 
 import dflash
+import dflash.training.train as train_module
 from dflash import DFlashDraftModel, load_drafter, save_drafter
 from dflash.core.errors import DFlashError
 from dflash.core.files import flat, read_json
 from dflash.drafters.dflash2 import DFlash2DraftModel
+from dflash.drafters.domino import DominoDraftModel
 from dflash.drafters.dspark import DSparkDraftModel
 from dflash.training.drafters.init import drafter_config, new_drafter
 from dflash.training.drafters.loss import drafter_loss, score
@@ -65,6 +67,15 @@ KINDS = {
         ("objective.kind=l1", "objective.gamma=4"),
         2e-5,
     ),
+    "domino": Kind(
+        DominoDraftModel,
+        {"gru_hidden_dim": 7, "emb_dim": 5, "pure_draft_prefix_len": 1, "sample_from_anchor": True},
+        ObjectiveSettings(gamma=GAMMA),
+        dense_domino.dense_loss_and_gradients,
+        ("prefix_gru", "embed_proj"),
+        {"gru_hidden_dim": 12, "emb_dim": 8},
+        ("objective.base_steps=10",),
+    ),
     "dflash2": Kind(
         DFlash2DraftModel,
         {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 5},
@@ -98,6 +109,9 @@ def drafter(kind: str, seed: int = 6, **changes) -> DFlashDraftModel:
         ("dspark", {"markov_head_type": "gated", **WINDOW}),
         ("dspark", {"markov_head_type": "rnn", "sample_from_anchor": False, "num_hidden_layers": 1}),
         ("dspark", {"confidence_head_with_markov": False, "final_logit_softcapping": 2.0}),
+        ("domino", {}),
+        ("domino", {"sample_from_anchor": False, "pure_draft_prefix_len": 0, **WINDOW}),
+        ("domino", {"pure_draft_prefix_len": 3, "input_embedding_scale": 2.0, "final_logit_softcapping": 2.0}),
         ("dflash2", {"is_causal": False, **WINDOW}),
         ("dflash2", {"conv_kernel_size": 3, "final_logit_softcapping": 2.0, "num_hidden_layers": 1}),
     ],
@@ -112,18 +126,42 @@ def test_loss_and_gradients_equal_a_dense_float64_implementation(kind, changes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("dspark", {}), ("dspark", {"markov_head_type": "rnn"}), ("dflash2", {})]
+    ("kind", "changes"), [("dspark", {}), ("dspark", {"markov_head_type": "rnn"}), ("dflash2", {}), ("domino", {})]
 )
 def test_the_chunk_size_changes_nothing_and_what_the_kind_adds_has_its_weight(kind, changes):
     model, documents, objective = drafter(kind, **changes), pack_of_three(), KINDS[kind].objective
     whole = loss_and_gradients(model, documents, replace(objective, chunk=10_000))
     for chunk in (1, 17):
         assert_equal(loss_and_gradients(model, documents, replace(objective, chunk=chunk)), whole, 5e-6)
+    if kind == "domino":  # it adds no loss
+        return
     none, once, twice = (
         loss_and_gradients(model, documents, replace(objective, auxiliary_weight=w))[0] for w in (0.0, 1.0, 2.0)
     )
     assert once - none == pytest.approx(twice - once, rel=1e-4)
     assert once - none > 0.1
+
+
+def test_a_loss_that_begins_with_uncorrected_logits_is_that_of_both():
+    model, documents, objective = drafter("domino"), pack_of_three(), KINDS["domino"].objective
+    step = nn.value_and_grad(model, partial(drafter_loss, objective=replace(objective, chunk=17)))
+    found = {w: step(model, pad_documents(documents)._replace(base_weight=w)) for w in (0.3, 1.0)}
+    gradients = {w: dict(tree_flatten(gradients)) for w, (_, gradients) in found.items()}
+    expected = dense_domino.dense_loss_and_gradients(model, documents, objective, 0.3)
+    assert_equal((found[0.3][0].item(), gradients[0.3]), expected)
+    value, _ = dense_domino.dense_loss_and_gradients(model, documents, objective, 1.0)
+    assert found[1.0][0].item() == pytest.approx(value, rel=1e-5)
+    assert not any(gradients[1.0][name].any().item() for name in gradients[1.0] if name.startswith("prefix_gru"))
+
+
+def test_the_first_steps_move_from_uncorrected_logits_to_corrected_ones(folder, monkeypatch):
+    weights, real = [], train_module.drafter_loss
+    monkeypatch.setattr(
+        train_module, "drafter_loss", lambda *args, **kw: weights.append(args[1].base_weight) or real(*args, **kw)
+    )
+    settings = ("drafter.kind=domino", "objective.base_steps=2", "run.batches_per_step=2", "run.steps=3")
+    train(recipe(folder, "curriculum", *settings, "run.threads=1"))
+    assert weights[-6:] == [1, 0.75, 0.5, 0.25, 0, 0]
 
 
 def test_drafters_without_one_of_the_heads_learn_the_rest():
@@ -195,7 +233,7 @@ def proposal(drafter, target):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [*(("dspark", {"markov_head_type": head, "markov_rank": 8}) for head in ("vanilla", "gated", "rnn")),
-     ("dflash2", {"selector_top_k": 4})],
+     ("dflash2", {"selector_top_k": 4}), ("domino", {"gru_hidden_dim": 8})],
 )  # fmt: skip
 def test_started_from_a_dflash_drafter_it_drafts_the_same(start, kind, options):
     path, target = start
@@ -211,10 +249,35 @@ def test_started_from_a_dflash_drafter_it_drafts_the_same(start, kind, options):
     if mine.candidates is not None:
         logits = mx.take_along_axis(logits, mine.candidates, axis=-1)
     assert mx.array_equal(mine.logits, logits).item(), "it does not begin as an identity"
-    assert (mine.confidence is None) == (kind == "dflash2")
+    assert (mine.confidence is None) == (kind != "dspark")
     weights = flat(model.parameters())
     for name, weight in flat(first.parameters()).items():
         assert mx.array_equal(weights[name], weight.astype(mx.float32)).item(), name
+
+
+HEADS = {"dspark": {"markov_rank": 8}, "domino": {"emb_dim": 6, "gru_hidden_dim": 8}, "dflash2": {"selector_top_k": 4}}
+
+
+@pytest.mark.parametrize(("first", "second"), [("dspark", "dflash2"), ("dspark", "domino"), ("domino", "dspark")])
+def test_a_head_that_another_kind_lacks_stays_behind_and_the_layers_draft_the_same(
+    start, first, second, tmp_path, caplog
+):
+    """The first head has learned: what it would add must not come along."""
+    path, target = start
+    plain, between = load_drafter(path), new_drafter(DrafterShape(first, HEADS[first], path), target)
+    plain.bind(target)
+    between.load_weights([(name, weight + 1) for name, weight in flat(between.parameters()).items()
+                          if name.startswith(("markov_head", "embed_proj"))], strict=False)  # fmt: skip
+    save_drafter(between, tmp_path / first, mx.float32)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="dflash"):
+        model = new_drafter(DrafterShape(second, HEADS[second], str(tmp_path / first)), target)
+    theirs, mine = proposal(plain, target), proposal(model, target)
+    assert mine.tokens.tolist() == theirs.tokens.tolist()
+    assert proposal(between, target).logits.tolist() != theirs.logits.tolist()
+    new, behind = (" and ".join(parts) for parts in (model.added_modules, sorted(between.added_modules)))
+    lines = [record.getMessage() for record in caplog.records if "stay behind" in record.getMessage()]
+    assert lines == [f"drafter.from {tmp_path / first}: a {first} drafter, with new {new}; {behind} stay behind."]
 
 
 NEW = {"num_hidden_layers": 1, "target_layer_ids": (0,), "mask_token": 263}
@@ -225,6 +288,15 @@ def test_a_new_dspark_drafts_at_the_anchor_and_begins_without_a_bias(start):
     assert (model.config.markov_rank, model.config.sample_from_anchor, model.block_size) == (256, True, 17)
     assert not model.markov_head.markov_w2.weight.any().item()
     assert model.markov_head.markov_w1.weight.std().item() > 0.01
+
+
+def test_a_new_domino_is_of_the_published_sizes_and_begins_without_a_correction(start):
+    model = new_drafter(DrafterShape("domino", **NEW), start[1])
+    config = model.config
+    assert (config.gru_hidden_dim, config.emb_dim, config.pure_draft_prefix_len) == (1024, 256, 1)
+    assert (config.sample_from_anchor, model.block_size) == (True, 17)
+    assert not model.embed_proj[2].weight.any().item()
+    assert 0.017 < model.prefix_gru.weight_ih_l0.std().item() < 0.019, "uniform to 1 / sqrt(1024), as PyTorch's"
 
 
 def test_what_dflash2_adds_starts_as_published(start):
@@ -253,7 +325,14 @@ def test_a_start_that_does_not_fit_is_refused(start, tmp_path):
         ("dflash2", {"selector_topk": 4}, path, {}, "no option 'selector_topk'; did you mean 'selector_top_k'"),
         ("dflash2", {"conv_group_size": 5}, path, {}, "hidden_size 32 is not a multiple of conv_group_size 5"),
         ("dflash2", {}, path, {"block_size": 8}, "block_size is 8, but .* has 4"),
-        ("dspark", {}, tmp_path / "dflash2", {}, r"drafter\.kind is 'dspark', but .* has 'dflash2'"),
+        (
+            "dspark",
+            {},
+            tmp_path / "dflash2",
+            {},
+            r"kind 'dspark' cannot start: layers\.0\.attention_conv\.base_kernel is",
+        ),
+        ("dflash2", {}, tmp_path / "tables", {}, "has an embed_tokens of its own"),
         ("dspark", {}, tmp_path / "tables", {}, "has an embed_tokens of its own"),
     ):
         with pytest.raises(DFlashError, match=message):
@@ -279,14 +358,20 @@ def test_a_recipe_trains_it_and_what_it_exports_is_as_published_and_loads_bit_eq
         assert all(accuracy <= recall <= 1 for accuracy, recall in recalls)
     config = read_json(run / "drafter" / "config.json")
     assert config["architectures"] == [it.cls.__name__]
-    published = {"dspark": {"projector_type": "dspark", "sample_from_anchor": True}, "dflash2": {"selector_top_k": 8}}
+    published = {
+        "dspark": {"projector_type": "dspark", "sample_from_anchor": True}, "dflash2": {"selector_top_k": 8},
+        "domino": {"projector_type": "domino", "shift_label": True, "gru_hidden_dim": 12},
+    }  # fmt: skip
     assert published[kind].items() <= config["dflash_config"].items()
     loaded, best = load_drafter(run / "drafter"), mx.load(str(run / "best.safetensors"))
     assert type(loaded) is it.cls
     weights = flat(loaded.parameters())
     for name, weight in weights.items():
         assert mx.array_equal(weight, best[name].astype(mx.bfloat16)).item(), name
-    learned = {"dspark": "markov_head.markov_w2.weight", "dflash2": "candidate_selector.successor_codebook"}[kind]
+    learned = {
+        "dspark": "markov_head.markov_w2.weight", "dflash2": "candidate_selector.successor_codebook",
+        "domino": "embed_proj.2.weight",
+    }[kind]  # fmt: skip
     assert weights[learned].any().item(), "what the kind adds did not learn"
     finished = result(run)
     train(values)

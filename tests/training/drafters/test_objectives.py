@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -18,8 +19,10 @@ from dflash.training.drafters.loss import drafter_loss, score
 from dflash.training.drafters.objectives import (
     ObjectiveSettings,
     Predictions,
+    accept_until_fail,
     d_pace,
     forward_kl,
+    l1,
     mix,
     register_objective,
     token_cross_entropy,
@@ -73,12 +76,91 @@ def test_d_pace_weighs_each_position_by_the_accepted_length_that_depends_on_it(a
         assert weights.tolist() == [5, 4, 3, 2, 1, 1, 3, 2, 1, 5, 4, 3, 2, 1]
 
 
-def test_d_pace_sees_whole_blocks_whatever_the_chunk_and_has_no_gamma():
+def distribution(logits_TV):
+    exponentials = np.exp(logits_TV - logits_TV.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def dense_l1(weight, logits_TV, target_TV, tokens, known):
+    """One prediction and one token of the vocabulary at a time."""
+    q, p = distribution(logits_TV), distribution(target_TV)
+    distances = [sum(abs(p[t, v] - q[t, v]) for v in range(VOCAB)) for t in range(len(q))]
+    return [weight * distances[t] - (1 - weight) * np.log(q[t, tokens[t]]) for t in range(len(q))]
+
+
+def dense_until_fail(logits_TV, target_TV, tokens, known):
+    """One block and one position at a time."""
+    q, losses, start = distribution(logits_TV), [], 0
+    for length in LENGTHS:
+        failed = False
+        for t in range(start, start + length):
+            losses.append(0.0 if failed else -np.log(q[t, tokens[t]]))
+            failed = failed or logits_TV[t].argmax() != tokens[t] or not known[t]
+        start += length
+    return losses
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(
+    ("found", "dense"),
+    [
+        (partial(l1, l1_weight=1.0), partial(dense_l1, 1.0)),
+        (partial(l1, l1_weight=0.9), partial(dense_l1, 0.9)),
+        (accept_until_fail, dense_until_fail),
+    ],
+)
+def test_losses_equal_a_dense_computation_and_gradients_its_finite_differences(found, dense, reduced):
+    rng, count = np.random.default_rng(5), sum(LENGTHS)
+    logits, target = 2 * rng.normal(size=(2, count, VOCAB))
+    tokens, known = rng.integers(VOCAB, size=count), np.ones(count, bool)
+    right = [
+        0,
+        1,
+        2,
+        3,
+        4,
+        6,
+        7,
+        8,
+        9,
+        10,
+        12,
+    ]  # all of the first block, none of the second, the third but for an unknown
+    tokens[right] = logits[right].argmax(-1)
+    if reduced:
+        known[7] = False
+    positions = mx.array([i for length in LENGTHS for i in range(1, length + 1)])
+    known_T = mx.array(known) if reduced else None
+
+    def losses(logits_TV):
+        return found(Predictions(logits_TV, mx.array(tokens), positions, mx.array(target, mx.float32), known_T))
+
+    expected = np.array(dense(logits, target, tokens, known))
+    np.testing.assert_allclose(np.array(losses(mx.array(logits, mx.float32))), expected, rtol=2e-5, atol=1e-6)
+    weights, step, slopes = rng.uniform(0.5, 2, count), 1e-6, np.zeros_like(logits)
+    for t, v in np.ndindex(logits.shape):
+        up, down = logits.copy(), logits.copy()
+        up[t, v], down[t, v] = up[t, v] + step, down[t, v] - step
+        difference = np.array(dense(up, target, tokens, known)) - dense(down, target, tokens, known)
+        slopes[t, v] = (weights * difference).sum() / (2 * step)
+    gradient = mx.grad(lambda logits: (losses(logits) * mx.array(weights, mx.float32)).sum())
+    np.testing.assert_allclose(np.array(gradient(mx.array(logits, mx.float32))), slopes, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["d-pace", "accept-until-fail"])
+def test_whole_blocks_are_seen_whatever_the_chunk(kind):
+    model, batch = drafter(), pad_documents(pack_of_three())
+    plain = ObjectiveSettings(kind)
+    whole = drafter_loss(model, batch, plain).item()
+    for chunk in (1, 17):
+        assert drafter_loss(model, batch, replace(plain, chunk=chunk)).item() == pytest.approx(whole, rel=1e-6)
+
+
+def test_d_pace_has_alpha_and_no_gamma():
     model, batch = drafter(), pad_documents(pack_of_three())
     plain = ObjectiveSettings("d-pace", alpha=0.3)
     whole = drafter_loss(model, batch, plain).item()
-    for other in (replace(plain, chunk=1), replace(plain, chunk=17), replace(plain, gamma=1.0)):
-        assert drafter_loss(model, batch, other).item() == pytest.approx(whole, rel=1e-6)
+    assert drafter_loss(model, batch, replace(plain, gamma=1.0)).item() == pytest.approx(whole, rel=1e-6)
     assert drafter_loss(model, batch, replace(plain, alpha=0.9)).item() != pytest.approx(whole, rel=0.05)
 
 
@@ -148,7 +230,9 @@ def test_a_recipe_trains_with_the_objective_of_a_plug_in_file(folder, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "KL"}, "kind is 'KL'; known are cross_entropy, d-pace, kl, l1"),
+        ({"kind": "KL"}, "kind is 'KL'; known are accept-until-fail, cross_entropy, d-pace, kl, l1"),
+        ({"kind": "accept_until_fail"}, "did you mean 'accept-until-fail'"),
+        ({"kind": "l1", "l1_weight": 1.5}, r"l1_weight must be .*1.*got 1\.5"),
         ({"kind": "cross_entrpy"}, "kind is 'cross_entrpy'; did you mean 'cross_entropy'"),
         ({"kind": "mix", "kl_weight": 1.5}, r"kl_weight must be .*1.*got 1\.5"),
         ({"kind": "d-pace", "alpha": 2}, r"alpha must be .*1.*got 2"),

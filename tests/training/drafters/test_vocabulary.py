@@ -28,6 +28,7 @@ from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, loa
 from dflash.core.errors import CheckpointError, DFlashError, TrainingError
 from dflash.core.files import flat
 from dflash.drafters.dflash2 import DFlash2DraftModel
+from dflash.drafters.domino import DominoDraftModel
 from dflash.drafters.dspark import DSparkDraftModel
 from dflash.training.data.dataset import open_dataset
 from dflash.training.data.sequences import Sequences
@@ -87,8 +88,9 @@ def test_with_all_tokens_in_another_order_loss_and_gradients_are_those_of_the_wh
 KINDS = {
     DFlash2DraftModel: {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6},
     DSparkDraftModel: {"markov_rank": 5, "markov_head_type": "rnn", "sample_from_anchor": True},
+    DominoDraftModel: {"gru_hidden_dim": 7, "emb_dim": 5, "pure_draft_prefix_len": 1, "sample_from_anchor": True},
 }
-ROWS_OF_TOKENS = "markov_head.markov_w2.weight"
+ROWS_OF_TOKENS = ("markov_head.markov_w2.weight", "embed_proj.2.weight")
 
 
 def both_of_kind(kind: type[DFlashDraftModel], ids: list[int]) -> tuple[DFlashDraftModel, DFlashDraftModel]:
@@ -97,9 +99,10 @@ def both_of_kind(kind: type[DFlashDraftModel], ids: list[int]) -> tuple[DFlashDr
     whole, part = kind(kind.config_class(**values)), kind(kind.config_class(**values | {"draft_vocab_size": len(ids)}))
     part.reduce_vocabulary(mx.array(ids), own_head=False)
     for i, (name, weight) in enumerate(flat(whole.parameters()).items()):
-        drawn = (3.0 if "markov_w" in name else 0.3) * mx.random.normal(weight.shape, key=mx.random.key(i))
+        scale = 3.0 if "markov_w" in name or "embed_proj" in name else 0.3
+        drawn = scale * mx.random.normal(weight.shape, key=mx.random.key(i))
         whole.load_weights([(name, drawn)], strict=False)
-        part.load_weights([(name, drawn[mx.array(ids)] if name == ROWS_OF_TOKENS else drawn)], strict=False)
+        part.load_weights([(name, drawn[mx.array(ids)] if name in ROWS_OF_TOKENS else drawn)], strict=False)
     whole.bind(RandomTarget(0))  # type: ignore[arg-type]
     part.bind(TargetOfRows(0))  # type: ignore[arg-type]
     return whole, part
@@ -111,8 +114,8 @@ def test_kinds_with_tables_of_tokens_learn_the_same_with_all_tokens_in_another_o
     whole, part = both_of_kind(kind, ids)
     objective = ObjectiveSettings("l1", auxiliary_weight=0.7)
     value, gradients = whole_loss_and_gradients(whole, documents, objective)
-    if ROWS_OF_TOKENS in gradients:
-        gradients[ROWS_OF_TOKENS] = gradients[ROWS_OF_TOKENS][mx.array(ids)]
+    for name in gradients.keys() & {*ROWS_OF_TOKENS}:
+        gradients[name] = gradients[name][mx.array(ids)]
     assert_equal(loss_and_gradients(part, pad_documents(documents), objective), (value, gradients), 3e-6)
 
 
@@ -130,7 +133,9 @@ def test_a_walk_over_known_tokens_is_taught_as_it_drafts(kind):
     assert set(drafts.tolist()) <= set(ids)
     assert len(set(drafts.tolist())) > 1
     hidden, before = model.draft_hidden(anchor, length, cache)[0], mx.concatenate([anchor[0], drafts[:-1]])
-    logits, positions = model.taught_logits(hidden, before, mx.arange(1, length + 1)), mx.arange(1, length + 1)
+    positions = mx.arange(1, length + 1)
+    logits = model.taught_logits(model.head(hidden), hidden, before, positions)
+    assert kind is DFlash2DraftModel or mx.allclose(logits, proposal.logits[0], atol=1e-4).item()
     known = model.draft_ids[drafts] >= 0
     predictions = Predictions(logits, model.draft_ids[drafts], positions, None, known)
     assert model.hits(hidden, before, predictions)["accuracy"].all().item()
@@ -142,9 +147,9 @@ def hidden_states_of(model: DFlashDraftModel, batch: Batch, monkeypatch) -> list
     """Final hidden states ``[T, E]`` of a batch's predictions, and the positions, as the model is asked for them."""
     seen, taught = [], type(model).taught_logits
 
-    def keep(self, hidden, previous, positions):
+    def keep(self, base, hidden, previous, positions):
         seen.append((hidden, positions))
-        return taught(self, hidden, previous, positions)
+        return taught(self, base, hidden, previous, positions)
 
     monkeypatch.setattr(type(model), "taught_logits", keep)
     score(model, batch, ObjectiveSettings(chunk=10_000))
@@ -302,13 +307,15 @@ def test_a_start_keeps_its_vocabulary_whatever_its_kind_becomes(reduced_run, fol
     assert extended.markov_head.markov_w2.weight.shape == (20, 4)
 
 
-def test_a_run_from_a_start_with_a_head_of_its_own_teaches_the_head_and_keeps_the_vocabulary(folder, tmp_path):
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_a_run_from_a_start_with_a_head_of_its_own_teaches_the_head_and_keeps_the_vocabulary(folder, tmp_path, kind):
     target, shape = load_target(folder / "target"), recipe(folder, "x").drafter
     model = new_drafter(shape, target)
     model.config = replace(model.config, draft_vocab_size=30)
     model.reduce_vocabulary(mx.arange(60, 90), own_head=True)
     dflash.save_drafter(model, tmp_path / "start")
-    again = train(recipe(folder, "reduced-own-head", f"drafter.from={tmp_path / 'start'}", "run.steps=3"))
+    settings = [f"drafter.kind={kind}", f"drafter.from={tmp_path / 'start'}", "run.steps=3"]
+    again = train(recipe(folder, f"own-head-{kind}", *settings))
     start, found = load_drafter(tmp_path / "start"), load_drafter(again)
     assert mx.array_equal(found.token_ids, start.token_ids).item()
     assert found.lm_head.weight.shape == (30, target.hidden_size)
@@ -325,6 +332,7 @@ DRAWN = {"temp": 1.0, "verify": "speculative_sampling", "policy": "full"}
         ("dflare", {}, [{"policy": "full"}, {"tree": 6}, DRAWN]),
         ("dflash2", {"selector_rank": 4}, [{"policy": "full"}, {"tree": 6}, DRAWN]),
         ("dspark", {"markov_rank": 4}, [{"policy": "full"}, {"tree": 6}, DRAWN]),
+        ("domino", {"gru_hidden_dim": 8}, [{"policy": "full"}, {"tree": 6}, DRAWN]),
     ],
 )
 def test_text_is_exact_and_drafts_are_among_the_known_tokens(reduced_run, folder, kind, own, ways):

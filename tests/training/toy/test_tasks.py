@@ -35,13 +35,12 @@ SUM_OF_EVEN_CODE = "def f(numbers):\n    return sum(n for n in numbers if n % 2 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "digest"),
+    ("arguments", "digest", "hash_seed"),
     [
-        ("train 300 --seed 2", "062929173cd66428a52b707ddf75c2583ac510eca36b92cc57009aab21d94112"),
-        ("heldout 100 --seed 2026", hashlib.sha256(HELDOUT.read_bytes()).hexdigest()),
+        ("train 300 --seed 2", "062929173cd66428a52b707ddf75c2583ac510eca36b92cc57009aab21d94112", "77"),
+        ("heldout 100 --seed 2026", hashlib.sha256(HELDOUT.read_bytes()).hexdigest(), "0"),
     ],
 )
-@pytest.mark.parametrize("hash_seed", ["0", "77"])
 def test_requests_are_those_that_the_bundled_pair_was_made_with(arguments, digest, hash_seed, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
     command = [sys.executable, "-m", "dflash.training.toy.tasks", *arguments.split()]

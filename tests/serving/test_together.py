@@ -1,0 +1,390 @@
+"""Several requests at once: they join one batch, each gets the text that it has alone, and none disturbs another."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import openai
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from support.models import TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, save_target
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash.adapters.conformance import small_models as small
+from dflash.bundled import REAL
+from dflash.errors import GenerationError
+from dflash.models import ModelOptions
+from dflash.target.ring import RowsCache
+
+from . import load
+from .conftest import QUESTION, Gate, until
+
+QUESTIONS = [
+    QUESTION,
+    "Return the longest word of a sentence.",
+    "How can I keep the numbers of at least 9 in a given list in Python?",
+    "Write a function that keeps the even numbers, squares each and returns the sum.",
+    "Hi",
+]
+KINDS = [
+    {},
+    {"stop": ["."]},
+    {"logit_bias": {"30": -100}},
+    {"max_tokens": 3},
+    {"presence_penalty": 0.5},
+    {"extra_body": {"repetition_penalty": 1.3}},
+    {"temperature": 0.9, "extra_body": {"top_k": 1}},
+    {"temperature": 0, "seed": 3},
+]
+
+
+def words(model, share: float = 0.5, template: str | None = None, **options) -> DFlashSpeculativeDecoder:
+    """A decoder of a small random model whose tokens are written as numbers, with a template but for two tags."""
+    names = {i: str(i) for i in range(999)} | ({40: "<think>", 41: "</think>"} if template else {})
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in names.items()}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template))
+    target = LoadedTargetModel(model, wrapped)
+    drafter = ScriptedDrafter(list(range(64)), 64, share)
+    return DFlashSpeculativeDecoder(target, drafter, **{"policy": "full"} | options)
+
+
+def ids(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+@pytest.fixture(scope="module")
+def model():
+    mx.random.seed(0)
+    model = small.build("qwen3", seed=3)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture
+def gate():
+    gate = Gate(3)
+    yield gate
+    gate.open.release(10_000)
+
+
+@pytest.fixture
+def gated(here, model, gate):
+    return here(lambda: words(model, policy=gate)), gate
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_eight_requests_of_all_kinds_get_the_texts_that_they_have_alone(server, stream):
+    def ask(number: int) -> tuple[str, int, int]:
+        options = {"max_tokens": 24} | KINDS[number]
+        if not stream:
+            answer = server.chat(QUESTIONS[number % 5], **options)
+            details = answer.usage.completion_tokens_details
+            told = answer.metrics["speculative_decoding"]
+            assert details.accepted_prediction_tokens == told["num_accepted_draft_tokens"]
+            return answer.choices[0].message.content, answer.usage.completion_tokens, told["num_draft_tokens"] > 0
+        *chunks, last = server.chat(
+            QUESTIONS[number % 5], stream=True, stream_options={"include_usage": True}, **options
+        )
+        drafts = last.metrics["speculative_decoding"]["num_draft_tokens"]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        return text, last.usage.completion_tokens, drafts > 0
+
+    alone, most = [ask(number) for number in range(8)], 0
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, number % 8) for number in range(24)]
+        while not all(answer.done() for answer in asked):
+            most = max(most, server.metric("vllm:num_requests_running"))
+        assert [answer.result() for answer in asked] == alone * 3
+    assert most >= 4
+
+
+def test_a_conversation_goes_on_from_alone_to_a_batch_and_back(server, decoder):
+    """The caches of both models come along: only what is new is read, and drafts are right as with cold caches."""
+    messages = [{"role": "system", "content": "Answer this: " + "x y " * 20}]
+    for number, turn in enumerate(QUESTIONS):
+        messages.append({"role": "user", "content": turn})
+        together = number % 2 == 1
+        if together:
+            endless = {"logit_bias": {str(token): -100 for token in decoder.loaded_target.stop_token_ids()}}
+            asked = {"prompt": f"def part{number}(values):\n", "max_tokens": 400, "stream": True}
+            beside = server.open(asked | endless)
+            until(lambda: server.metric("vllm:num_requests_running") == 1)
+        answer = server.chat(messages, max_tokens=16)
+        if together:
+            until(lambda: server.metric("vllm:num_requests_running") == 1)  # it was beside the other to its end
+            beside.close()
+            until(lambda: server.metric("vllm:num_requests_running") == 0)
+        cold = list(decoder.stream_generate(messages, 16, policy="full"))
+        assert answer.choices[0].message.content == "".join(step.text for step in cold)
+        cached, read = answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens
+        assert number == 0 or read - cached < 60 < cached
+        accepted = answer.usage.completion_tokens_details.accepted_prediction_tokens
+        right = sum(step.accepted for step in cold)
+        assert accepted >= right - 1 if together else accepted == right  # a batch's blocks begin with the first token
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_5", "falcon_h1"])
+def test_conversations_at_once_with_any_kind_of_cache(here, kind):
+    """Turns of four conversations beside one another, each read from where its last one ended."""
+    mx.random.seed(0)
+    model = small.build(kind, seed=5)
+    mx.eval(model.parameters())
+    running = here(lambda: words(model))
+    texts = ["3 1 4", "1 5 9 2 6 5 3", "7", "3 1 4 4 4"]
+    with ThreadPoolExecutor(4) as pool:
+        for turn in ("", " 9 2 6", " 5 3 5"):
+            texts = [text + turn for text in texts]
+            answers = list(pool.map(lambda text: running.complete(text, max_tokens=12), texts))
+            for text, answer in zip(texts, answers, strict=True):
+                assert ids(answer.choices[0].text) == plain_greedy(model, ids(text), 12)[0]
+                left = answer.usage.prompt_tokens - answer.usage.prompt_tokens_details.cached_tokens
+                assert not turn or left <= 4
+            texts = [f"{text} {answer.choices[0].text}" for text, answer in zip(texts, answers, strict=True)]
+
+
+THINKING = (
+    "{% for m in messages %}{{ '1' if m.role == 'user' else '2' }} {{ m.content.split('</think>')[-1] }} {% endfor %}"
+    "{% if add_generation_prompt %}2 <think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_template_that_drops_thoughts_reads_no_turn_again(here, kind, together):
+    """Windows and recurrent states cannot go back to where the thought began, so they are kept there."""
+    mx.random.seed(0)
+    model = small.build(kind, seed=5)
+    mx.eval(model.parameters())
+    running = here(lambda: words(model, template=THINKING))
+    if together:
+        beside = running.open({"prompt": "5", "max_tokens": 6000, "stream": True})
+        until(lambda: running.metric("vllm:generation_tokens_total") > 0)
+    messages: list[dict] = []
+    kept = 0
+    for content in (" ".join(["9 8 7"] * 10), "6 6 6", "4 3"):
+        messages.append({"role": "user", "content": content})
+        answer = running.chat(messages, max_tokens=20)
+        prompt, cached = answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
+        assert cached == kept
+        kept = prompt - 1
+        messages.append({"role": "assistant", "content": f"30 31 </think> {content}"})
+    if together:
+        assert running.metric("vllm:num_requests_running") == 1
+        beside.close()
+
+
+def out_of_reach(cache, row):
+    raise RuntimeError("the cache is out of reach")
+
+
+@pytest.mark.parametrize(("stream", "fault"), [(True, False), (False, False), (False, True)])
+def test_a_client_that_leaves_a_batch_leaves_the_others_there(gated, model, monkeypatch, stream, fault):
+    """Or they go on one after another, if its caches cannot be taken out."""
+    running, gate = gated
+    if fault:
+        monkeypatch.setattr(RowsCache, "extract", out_of_reach)
+    first = running.open({"prompt": "1 2 3", "max_tokens": 30})
+    until(lambda: gate.steps == 1)
+    leaves = running.open({"prompt": "4 5 6", "max_tokens": 500, "stream": stream})
+    stays = running.open({"prompt": "7 8 9 10", "max_tokens": 30})
+    until(lambda: running.metric("vllm:num_requests_waiting") == 2)
+    gate.open.release(4)  # blocks of all three
+    until(lambda: gate.steps == 5)
+    assert running.metric("vllm:num_requests_running") == 3
+    leaves.close()
+    gate.open.release(1)
+    until(lambda: running.metric("vllm:num_requests_running") == 2)
+    gate.open.release(10_000)
+    for connection, prompt in ((first, [1, 2, 3]), (stays, [7, 8, 9, 10])):
+        with connection, connection.makefile("rb") as file:
+            found = json.loads(file.read().partition(b"\r\n\r\n")[2])
+        assert ids(found["choices"][0]["text"]) == plain_greedy(model, prompt, 30)[0]
+    assert b'finished_reason="abort"} 1.0' in running.send("GET", "/metrics")[1]
+    again = running.complete("4 5 6", max_tokens=30)
+    assert ids(again.choices[0].text) == plain_greedy(model, [4, 5, 6], 30)[0]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])  # of the second some layers keep a state
+def test_a_client_that_leaves_before_its_row_begins_is_let_go(here, gate, kind):
+    """More rows than are read at once: the last ones wait in the batch."""
+    model = small.build(kind, seed=3)
+    running = here(lambda: words(model, policy=gate))
+    first = running.open({"prompt": "1 2 3", "max_tokens": 30})
+    until(lambda: gate.steps == 1)
+    leave = [running.open({"prompt": f"4 5 {number}", "max_tokens": 30}) for number in range(20)]
+    until(lambda: running.metric("vllm:num_requests_waiting") == 20)
+    gate.open.release(1)
+    until(lambda: running.metric("vllm:num_requests_running") == 21)
+    for connection in leave:
+        connection.close()
+    gate.open.release(10_000)
+    with first, first.makefile("rb") as file:
+        found = json.loads(file.read().partition(b"\r\n\r\n")[2])
+    assert ids(found["choices"][0]["text"]) == plain_greedy(model, [1, 2, 3], 30)[0]
+    assert running.send("GET", "/health")[0] == 200
+
+
+class FailsLater(ScriptedDrafter):
+    """A drafter that takes no more than the prompt of texts that begin with 13."""
+
+    def extend_context(self, features, cache, tokens):
+        if cache.tokens[:1] == [13]:
+            raise RuntimeError("the drafter is out of order")
+        super().extend_context(features, cache, tokens)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_drafter_that_fails_when_a_client_leaves_fails_no_other(here, model, together):
+    drafter = FailsLater(list(range(64)), 64, 0.5)
+    running = here(lambda: DFlashSpeculativeDecoder(words(model).loaded_target, drafter, policy=0))
+    leaves = running.open({"prompt": "13 4", "max_tokens": 6000, "stream": True})
+    until(lambda: running.metric("vllm:generation_tokens_total") > 0)
+    prompts = ["1 2 3", "4 5"] * 2
+
+    def ask(prompt: str) -> list[int]:
+        return ids(running.complete(prompt, max_tokens=20).choices[0].text)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(ask, prompts * together)
+        leaves.close()
+        for prompt, answer in zip(prompts, answers, strict=False):
+            assert answer == plain_greedy(model, ids(prompt), 20)[0]
+    until(lambda: running.metric("vllm:num_requests_running") == 0)
+    assert ask("1 2 3") == plain_greedy(model, [1, 2, 3], 20)[0]
+
+
+class FailsAfter(ScriptedDrafter):
+    """A drafter that fails in texts that begin with 13."""
+
+    def propose(self, anchor, length, cache):
+        if cache.tokens[:1] == [13]:
+            raise RuntimeError("the drafter is out of order")
+        return super().propose(anchor, length, cache)
+
+
+def not_a_number(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits + float("nan") if tokens[0].item() == 13 else logits
+
+
+def out_of_order(tokens: mx.array, logits: mx.array) -> mx.array:
+    if tokens[0].item() == 13:
+        raise RuntimeError("the processor is out of order")
+    return logits
+
+
+FAULTS = {
+    "out of order": {"drafter": FailsAfter(list(range(64)), 64, 0.5)},
+    "the processor is": {"logits_processors": [out_of_order]},
+    "not a number": {"logits_processors": [not_a_number]},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_that_fails_is_told_and_the_others_are_answered(here, model, stream, fault):
+    def make():
+        decoder, options = words(model), dict(FAULTS[fault])
+        drafter = options.pop("drafter", decoder.draft_model)
+        return DFlashSpeculativeDecoder(decoder.loaded_target, drafter, policy="full", **options)
+
+    running = here(make)
+
+    def ask(prompt: str) -> str:
+        try:
+            if stream:
+                chunks = running.complete(prompt, max_tokens=60, stream=True)
+                return "".join(chunk.choices[0].text for chunk in chunks)
+            return running.complete(prompt, max_tokens=60).choices[0].text
+        except openai.APIError as error:
+            return error.message
+
+    prompts = ["1 2 3", "13 4", "7 8 9 10", "13", "2"]
+    with ThreadPoolExecutor(5) as pool:
+        for prompt, found in zip(prompts * 3, list(pool.map(ask, prompts * 3)), strict=True):
+            if prompt.startswith("13"):
+                assert fault in found
+            else:
+                assert ids(found) == plain_greedy(model, ids(prompt), 60)[0]
+    assert running.send("GET", "/health")[0] == 200
+
+
+def test_what_cannot_be_decoded_beside_others_keeps_its_place(gated, model):
+    """A seed and log-probabilities wait for the batch before them, and what comes after waits for them."""
+    running, gate = gated
+    asked = [
+        {"prompt": "1 2 3"},
+        {"prompt": "4 5"},
+        {"prompt": "6", "temperature": 1.0, "seed": 5},
+        {"prompt": "7 8", "logprobs": 1},
+        {"prompt": "9 9"},
+        {"prompt": "1 1"},
+    ]
+
+    def ask(number: int) -> str:
+        return running.complete(**asked[number], max_tokens=8).choices[0].text
+
+    def gauge(name: str) -> float:
+        return running.metric(f"vllm:num_requests_{name}")
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = []
+        for number in range(6):
+            answers.append(pool.submit(ask, number))
+            until(lambda count=number: gauge("waiting") == count and gate.steps == 1)
+        while gauge("waiting") > 3:  # the third has not begun
+            begun = gate.steps
+            gate.open.release(1)
+            until(lambda begun=begun: gate.steps > begun)
+        assert (gauge("running"), gauge("waiting")) == (1, 3)
+        gate.open.release(10_000)
+        texts = [answer.result() for answer in answers]
+    for number in (0, 1, 3, 4, 5):
+        assert ids(texts[number]) == plain_greedy(model, ids(asked[number]["prompt"]), 8)[0]
+    assert running.complete(**asked[2], max_tokens=8).choices[0].text == texts[2]
+
+
+def test_another_model_is_loaded_when_a_request_names_it(here, tmp_path):
+    """It waits for what is decoded; a drafter that was named and does not fit is that request's error."""
+    for name, seed in (("one", 1), ("two", 2), ("three", 3)):
+        save_target(qwen3_model(seed, vocab=TEXT_VOCAB), tmp_path / name)
+    also = (f"{tmp_path / 'two'},ngram", f"{tmp_path / 'three'},{REAL / 'smollm2-135m-instruct'}")
+    running = here(models=ModelOptions(tmp_path / "one", "ngram"), also=also)
+    texts = {}
+    for name in ("one", "two"):
+        decoder = DFlashSpeculativeDecoder.from_pretrained(tmp_path / name, "ngram")
+        texts["bundled" if name == "one" else name] = decoder.generate("AB", 40, chat=False)
+
+    def ask(name: str) -> str:
+        return running.client.completions.create(model=name, prompt="AB", max_tokens=40).choices[0].text
+
+    assert texts["bundled"] != texts["two"]
+    names = ["bundled", "two", "two", "bundled", "two", "bundled"]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, names)) == [texts[name] for name in names]
+    with pytest.raises(openai.APIStatusError, match="made for a target with hidden_size 576"):
+        ask("three")
+    assert ask("two") == texts["two"]
+    with pytest.raises(openai.NotFoundError, match="served: 'bundled' and 'two' and 'three'"):
+        ask("four")
+    about = {model.id: model for model in running.client.models.list()}
+    assert list(about) == ["bundled", "two", "three"]
+    assert [about[name].loaded for name in about] == [False, True, False]
+    assert (about["two"].engine, about["two"].drafter) == ("speculative", "ngram")
+    assert not hasattr(about["three"], "engine")
+
+
+def test_two_models_of_one_name_are_refused(here, tmp_path):
+    with pytest.raises(GenerationError, match="Two models are called 'bundled'"):
+        here(also=(str(tmp_path / "bundled"),))
+
+
+@pytest.mark.slow
+def test_a_minute_of_mixed_load_loses_nothing_and_needs_no_more_memory():
+    counts, wrong, memory = load.run(60)
+    assert not wrong
+    assert all(counts[kind] > 5 for kind in ("whole", "streamed", "leaves", "new", "nonsense"))
+    assert max(memory[4:]) < 1.1 * max(memory[:4])

@@ -173,7 +173,7 @@ def test_a_template_that_drops_thoughts_reads_no_turn_again(here, kind, together
         kept = prompt - 1
         messages.append({"role": "assistant", "content": f"30 31 </think> {content}"})
     if together:
-        assert running.metric("vllm:num_requests_running") == 1
+        until(lambda: running.metric("vllm:num_requests_running") == 1)  # the other one still runs
         beside.close()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .core.errors import CheckpointError, IncompatibleModelsError
 from .core.files import is_hub_name, read_json, resolve_checkpoint
-from .drafters.combined import PREFIX as COMBINED
+from .drafters.combined import own_name
 from .drafters.kinds import needs_no_files
 from .target import LoadedTargetModel, load_target
 from .target.identity import norm_fingerprint, target_fingerprint
@@ -65,7 +65,7 @@ def target_for(drafter: str | Path) -> LoadedTargetModel:
 
     Raises ``CheckpointError`` if there is no such folder, and ``IncompatibleModelsError`` for any other drafter.
     """
-    name = str(drafter).removeprefix(COMBINED)
+    name = own_name(drafter)
     if needs_no_files(name):
         return load_target(BUNDLED)
     if is_hub_name(name) and not Path(name).exists():

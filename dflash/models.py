@@ -81,35 +81,31 @@ class ModelOptions:
 
     def load_target(self) -> "LoadedTargetModel":
         """The target. Raises ``DFlashError`` for a bad checkpoint, or a drafter alone of another target."""
-        from .target.load import add_stop_tokens
+        from .bundled import target_for
+        from .drafters.combined import own_name
+        from .target import load_target
+        from .target.load import BUNDLED, add_stop_tokens
 
         self.check_drafter()
-        target = self._load_target()
+        if self.target is not None:
+            target = load_target(self.target, self.trust_remote_code, self.adapter_path)
+        elif own_name(self._drafter) == BUNDLED:
+            target = load_target(BUNDLED)
+        else:
+            target = target_for(self._drafter)
         add_stop_tokens(target, self.extra_eos_token)
         return target
 
     def check_drafter(self) -> None:
         """Raise ``CheckpointError`` if the drafter is neither a name, a hub name nor a folder that is there."""
         from .core.files import is_hub_name, resolve_checkpoint
-        from .drafters.combined import PREFIX
+        from .drafters.combined import own_name
         from .drafters.kinds import needs_no_files
         from .target.load import BUNDLED
 
-        name = str(self.drafter or BUNDLED).removeprefix(PREFIX)
+        name = own_name(self._drafter)
         if name != BUNDLED and not needs_no_files(name) and not is_hub_name(name):
             resolve_checkpoint(name)
-
-    def _load_target(self) -> "LoadedTargetModel":
-        from .bundled import target_for
-        from .drafters.combined import PREFIX
-        from .target import load_target
-        from .target.load import BUNDLED
-
-        if self.target is not None:
-            return load_target(self.target, self.trust_remote_code, self.adapter_path)
-        if self.drafter is None or str(self.drafter).removeprefix(PREFIX) == BUNDLED:
-            return load_target(BUNDLED)
-        return target_for(self.drafter)
 
     def load_drafter(self, target: "LoadedTargetModel | None") -> "Drafter":
         """The drafter for ``target``, or ``None`` for the bundled target.
@@ -118,15 +114,20 @@ class ModelOptions:
         """
         from .bundled import drafter_folder
         from .drafters import load_drafter
-        from .drafters.combined import PREFIX
+        from .drafters.combined import own_name
         from .target.load import BUNDLED, PAIR
 
-        name = BUNDLED if self.drafter is None else str(self.drafter)
-        combined = PREFIX if name.startswith(PREFIX) else ""
-        if name.removeprefix(combined) == BUNDLED:
+        name = self._drafter
+        if own_name(name) == BUNDLED:
             if self.adapter_path is not None:
                 logger.warning(
                     "The bundled drafter was made for the target without adapters: fewer drafts may be right."
                 )
-            name = combined + str(PAIR / "drafter" if target is None else drafter_folder(target))
+            name = name.removesuffix(BUNDLED) + str(PAIR / "drafter" if target is None else drafter_folder(target))
         return load_drafter(name, self.draft_bits, self.draft_window)
+
+    @property
+    def _drafter(self) -> str:
+        from .target.load import BUNDLED
+
+        return BUNDLED if self.drafter is None else str(self.drafter)

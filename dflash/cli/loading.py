@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..decoding.trace import TraceFile
     from ..generate import DFlashSpeculativeDecoder
 
-BUNDLED, COMBINED = "bundled", "ngram+"
+BUNDLED = "bundled"
 
 
 def load_decoder(models: ModelOptions) -> "DFlashSpeculativeDecoder":
@@ -31,6 +31,7 @@ def load_decoders(models: ModelOptions, drafters: Sequence[str]) -> dict[str, "D
     ``DFlashError`` otherwise, and for a name given twice.
     """
     from ..decoding.sampling import RandomState
+    from ..drafters.combined import own_name
     from ..drafters.kinds import needs_no_files
     from ..generate import DFlashSpeculativeDecoder
 
@@ -39,7 +40,7 @@ def load_decoders(models: ModelOptions, drafters: Sequence[str]) -> dict[str, "D
         raise DFlashError(f"--drafter names one drafter twice; expected different ones, got {', '.join(names)}.")
     for name in names:
         replace(models, drafter=name).check_drafter()
-    for_any_target = (n for n in names if (own := n.removeprefix(COMBINED)) == BUNDLED or needs_no_files(own))
+    for_any_target = (n for n in names if own_name(n) == BUNDLED or needs_no_files(own_name(n)))
     target = replace(models, drafter=next(for_any_target, names[0])).load_target()
     state = RandomState.now()
     decoders = {

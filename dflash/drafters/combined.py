@@ -7,6 +7,7 @@ compared with the output too, at no cost. :attr:`~dflash.Proposal.source` tells 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -27,6 +28,11 @@ PREFIX = COPY + "+"
 
 COPY_SIZE = 16  # positions of a block of copied tokens
 MEMORY = 0.98  # weight of an observation relative to the next one
+
+
+def own_name(name: str | Path) -> str:
+    """The name of a drafter without :data:`PREFIX`: what is loaded, whether it is combined with copying or not."""
+    return str(name).removeprefix(PREFIX)
 
 
 @dataclass

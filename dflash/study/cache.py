@@ -22,6 +22,7 @@ from ..core.files import atomic_write, read_json, remove_unfinished, resolve_che
 from ..core.parts import Part
 from ..core.settings import key_of, to_dict
 from ..drafters.combined import PREFIX as COMBINED
+from ..drafters.combined import own_name
 from ..drafters.kinds import needs_no_files
 from ..evaluation.runs import Run
 from ..generate import PAIR
@@ -108,7 +109,7 @@ def _given(settings: Any) -> dict[str, Any]:
 def drafter_identity(name: str) -> str:
     """The name of a drafter without files of its own, or a hash of its config and weights."""
     if name.startswith(COMBINED):
-        return f"{COMBINED}{drafter_identity(name.removeprefix(COMBINED))}"
+        return f"{COMBINED}{drafter_identity(own_name(name))}"
     if needs_no_files(name):
         return str(Part.read(name))
     folder = PAIR / "drafter" if name == BUNDLED else resolve_checkpoint(name)

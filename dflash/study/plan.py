@@ -12,7 +12,7 @@ from ..core.errors import DataError, DFlashError, GenerationError, did_you_mean,
 from ..core.files import read_json
 from ..core.settings import SettingsError
 from ..drafters.checks import check_drafter
-from ..drafters.combined import PREFIX as COMBINED
+from ..drafters.combined import own_name
 from ..drafters.kinds import drafter_class, needs_no_files
 from ..evaluation import HELDOUT
 from ..evaluation.runs import rotated
@@ -253,7 +253,7 @@ def _check_decoding(cells: Sequence[Cell], target: LoadedTargetModel) -> None:
 
     for cell in cells:
         asked, who = decode_options(cell.options), cell.drafter
-        named = needs_no_files(who["drafter"].removeprefix(COMBINED))  # made at once
+        named = needs_no_files(own_name(who["drafter"]))  # made at once
         try:
             asked.check_vocabulary(target.vocab_size)
             cache = target.make_cache(**asked.cache_options)

@@ -13,7 +13,7 @@ from ..core.files import read_json, remove_unfinished, resolve_checkpoint, write
 from ..core.registry import Registry
 from ..decoding.sampling import LOGITS_PROCESSORS, SAMPLERS
 from ..decoding.verify import VERIFY_RULES
-from ..drafters.combined import PREFIX as COMBINED
+from ..drafters.combined import own_name
 from ..drafters.kinds import drafter_class, drafters, kind_in, needs_no_files
 from ..policies.base import POLICIES
 from ..training.drafters.objectives import OBJECTIVES
@@ -45,7 +45,7 @@ def sources_of_options(options: Mapping[str, Any]) -> Sources:
 
 def sources_of_drafter(name: str) -> Sources:
     """Of a drafter by its name or folder; what a recipe trains is told by :func:`sources_of_recipe`."""
-    name = name.removeprefix(COMBINED)
+    name = own_name(name)
     if name not in (BUNDLED, TRAINED) and not needs_no_files(name):
         name = kind_in(read_json(resolve_checkpoint(name) / "config.json"))
         drafter_class(name)  # one that needs no files is refused

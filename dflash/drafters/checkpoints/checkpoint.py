@@ -12,7 +12,7 @@ from ...core.parts import make
 from ...target import load_target
 from ..autoregressive import AutoregressiveDrafter
 from ..combined import PREFIX as COMBINED
-from ..combined import CombinedDrafter
+from ..combined import CombinedDrafter, own_name
 from ..kinds import config_of, drafter_class, drafters, is_language_model, kind_in, needs_no_files
 from .quantized import description, quantize_drafter
 from .tensors import HEAD, Weights, load_weights, published_weights, reduced_vocabulary, vocabulary_tables
@@ -41,9 +41,8 @@ def load_drafter(path_or_hub_name: str | Path, bits: int | None = None, window: 
     missing, unknown, of the wrong shape or type, or not finite; ``DFlashError`` for ``bits`` or a ``window`` that the
     drafter cannot have.
     """
-    name = str(path_or_hub_name)
-    if name.startswith(COMBINED):
-        return CombinedDrafter(load_drafter(name.removeprefix(COMBINED), bits, window))
+    if str(path_or_hub_name).startswith(COMBINED):
+        return CombinedDrafter(load_drafter(own_name(path_or_hub_name), bits, window))
     model = _load(path_or_hub_name)
     if window is not None:
         if not hasattr(model, "limit_context"):

@@ -14,7 +14,7 @@ from ..core.values import require_count
 from ..models import ModelOptions
 from ..options import DecodeOptions
 from . import loading, options, terminal
-from .requests import PromptFormat, Requests, that_fit
+from .requests import PromptFormat, Requests
 
 if TYPE_CHECKING:
     from ..drafters.protocol import Drafter
@@ -133,9 +133,7 @@ def _bench_batches(
     from ..evaluation.batch_speed import batch_speeds
 
     most = decoding.max_tokens or options.MAX_TOKENS
-    prompts, _ = that_fit(
-        requests, requests.encode(decoder.loaded_target, form), decoder.max_seq_length, decoding.max_tokens or 1
-    )
+    prompts, _ = requests.fitting(decoder.loaded_target, form, decoder.max_seq_length, decoding.max_tokens or 1)
     measured = batch_speeds(decoder, [prompt.tokens for prompt in prompts], rows, runs, most, decoding)
     found, interrupted = terminal.until_stopped(measured, "bench", len(rows))
     if as_json:
@@ -190,14 +188,13 @@ class _Comparison:
         self.target, self.threads = first.loaded_target, first.threads
         longest = min(decoder.max_seq_length for decoder in decoders.values())
         self.most = most = decoding.max_tokens if decoding.max_tokens is not None else options.MAX_TOKENS
-        encoded = requests.encode(self.target, form)
         stops: dict[str, Any] = {"stop_strings": decoding.stop_strings, "stop_token_ids": decoding.stop_token_ids}
         self.plain = b.plain_side(self.target, most, longest, **decoding.plain(self.target.tokenizer), **stops)
         others = decoding.asked("max_tokens", "temp", "seed")
         self.sides = {
             name: b.dflash_side(decoder, most, decoding.temp, longest, **others) for name, decoder in decoders.items()
         }
-        self.prompts, self.left_out = that_fit(requests, encoded, longest, decoding.max_tokens or 1)
+        self.prompts, self.left_out = requests.fitting(self.target, form, longest, decoding.max_tokens or 1)
         self.results: list[dict[str, PromptResult]] = []
         self.failures: list[str] = []
         self.interrupted = False

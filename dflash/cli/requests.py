@@ -121,25 +121,24 @@ class Requests:
             prompts.append(BenchPrompt(messages[-1]["content"], tokens, check, kind, goes_on))
         return prompts
 
+    def fitting(
+        self, target: "LoadedTargetModel", form: PromptFormat, longest: int | None, max_tokens: int
+    ) -> tuple[list["BenchPrompt"], list[str]]:
+        """The prompts that leave room for ``max_tokens`` tokens, and one sentence on each that does not.
 
-def that_fit(
-    requests: Requests, prompts: list["BenchPrompt"], longest: int | None, max_tokens: int
-) -> tuple[list["BenchPrompt"], list[str]]:
-    """The prompts that leave room for ``max_tokens`` tokens, and one sentence on each that does not.
-
-    Raises ``DFlashError`` if none does.
-    """
-    fitting, left_out = [], []
-    for prompt, conversation in zip(prompts, requests.conversations, strict=True):
-        if longest is None or len(prompt.tokens) + max_tokens <= longest:
-            fitting.append(prompt)
-            continue
-        left_out.append(
-            f"{conversation.where} is left out: {len(prompt.tokens)} prompt tokens and {max_tokens} new ones exceed "
-            f"the limit of {longest}."
-        )
-    if not fitting:
-        raise DFlashError(f"No prompt of {requests.source} fits: {left_out[0]} Ask for fewer tokens.")
-    for sentence in left_out:
-        logger.warning("%s", sentence)
-    return fitting, left_out
+        Raises ``DFlashError`` if none does, and as :meth:`encode`.
+        """
+        found, left_out = [], []
+        for prompt, conversation in zip(self.encode(target, form), self.conversations, strict=True):
+            if longest is None or len(prompt.tokens) + max_tokens <= longest:
+                found.append(prompt)
+                continue
+            left_out.append(
+                f"{conversation.where} is left out: {len(prompt.tokens)} prompt tokens and {max_tokens} new ones "
+                f"exceed the limit of {longest}."
+            )
+        if not found:
+            raise DFlashError(f"No prompt of {self.source} fits: {left_out[0]} Ask for fewer tokens.")
+        for sentence in left_out:
+            logger.warning("%s", sentence)
+        return found, left_out

@@ -17,6 +17,8 @@ import mlx.nn as nn
 
 from dflash.core.errors import IncompatibleModelsError
 
+from .stand_ins import StandIn, standing_in
+
 DRAFTER_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 """The names that training reads from :attr:`TargetAdapter.config`, to give a new drafter the target's sizes."""
 
@@ -198,11 +200,8 @@ class TargetAdapter:
         name, listed = _list_of_layers(owner, layers)
         tapped = {id(layers[i]): i for i in (range(len(layers)) if recorder is not None else layer_ids)}
         taps = [LayerTap(x, tapped[id(x)], outputs, recorder) if id(x) in tapped else x for x in listed]
-        setattr(owner, name, taps)
-        try:
+        with standing_in([(owner, name, taps)]):
             yield outputs
-        finally:
-            setattr(owner, name, listed)
 
 
 def rows_of_table(table: nn.Module, rows_N: mx.array) -> Callable[[mx.array], mx.array] | None:
@@ -229,26 +228,24 @@ def rows_of_table(table: nn.Module, rows_N: mx.array) -> Callable[[mx.array], mx
     return product if bias_N is None else lambda x: product(x) + bias_N
 
 
-class LayerTap:
-    """Stands in for a layer: calls it, by the recorder if there is one, and keeps the output."""
+class LayerTap(StandIn):
+    """Calls a layer, by the recorder if there is one, and keeps the output."""
 
     def __init__(self, layer: nn.Module, index: int, outputs: dict[int, Any], recorder: LayerCaller | None):
-        self._layer, self._index, self._outputs, self._recorder = layer, index, outputs, recorder
+        super().__init__(layer)
+        self._index, self._outputs, self._recorder = index, outputs, recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._recorder is None:
-            output = self._layer(*args, **kwargs)
+            output = self._module(*args, **kwargs)
         else:
-            output = self._recorder.call(self._layer, args, kwargs)
+            output = self._recorder.call(self._module, args, kwargs)
         self._outputs[self._index] = output
         return output
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # some backbones select a mask by isinstance
-        return type(self._layer)
+        return type(self._module)
 
 
 def _list_of_layers(owner: nn.Module, layers: Sequence[nn.Module]) -> tuple[str, list[nn.Module]]:

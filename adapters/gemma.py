@@ -3,13 +3,12 @@
 Shapes: B batch, L length, E hidden size.
 """
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from .base import TargetAdapter
 from .registry import register_adapter
+from .whole_models import WholeModelAdapter
 
 
 @register_adapter("gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text")
@@ -32,8 +31,8 @@ class GemmaAdapter(TargetAdapter):
 
 
 @register_adapter("gemma3n")
-class Gemma3nAdapter(GemmaAdapter):
-    """Several streams pass through the layers, and the backbone applies the head itself.
+class Gemma3nAdapter(WholeModelAdapter, GemmaAdapter):
+    """Several streams pass through the layers, and the backbone computes the logits itself.
 
     Features are the stream that predictions are made from (``altup_active_idx``).
     """
@@ -45,21 +44,6 @@ class Gemma3nAdapter(GemmaAdapter):
     @property
     def backbone(self) -> nn.Module:
         return self.language_model
-
-    def run_backbone(self, tokens_BL: mx.array, cache: list[Any] | None) -> mx.array:
-        """Final hidden states ``[B, L, E]``: the output of the backbone's norm, before its logits."""
-        norm, normalised = self.backbone.norm, []
-
-        def keep(hidden_BLE: mx.array) -> mx.array:
-            normalised.append(norm(hidden_BLE))
-            return normalised[0]
-
-        self.backbone["norm"] = keep
-        try:
-            self.backbone(tokens_BL, cache=cache)
-        finally:
-            self.backbone["norm"] = norm
-        return normalised[0]
 
     def feature(self, output: mx.array) -> mx.array:
         return output[self.config.altup_active_idx]

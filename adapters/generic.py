@@ -15,6 +15,7 @@ from dflash.core.errors import IncompatibleModelsError
 
 from .base import TargetAdapter
 from .calls import Pass, embedding_factors
+from .stand_ins import StandIn, standing_in
 
 ModulePath = tuple[tuple[str, nn.Module], ...]
 
@@ -85,25 +86,19 @@ class GenericAdapter(TargetAdapter):
 
     def head(self, hidden_BLE: mx.array) -> mx.array:
         """The model's own call, with the backbone replaced by one that returns ``hidden_BLE``."""
-        backbone = self._backbone
-        self._owner[self._name] = _StandIn(backbone, hidden_BLE)
-        try:
+        with standing_in([(self._owner, self._name, _Returns(self._backbone, hidden_BLE))]):
             return self._owner(mx.zeros(hidden_BLE.shape[:2], mx.int32))
-        finally:
-            self._owner[self._name] = backbone
 
 
-class _StandIn:
-    """Returns given hidden states when called as the backbone; has the backbone's attributes."""
+class _Returns(StandIn):
+    """Returns given hidden states when called as the backbone."""
 
     def __init__(self, backbone: nn.Module, hidden_BLE: mx.array):
-        self._backbone, self._hidden_BLE = backbone, hidden_BLE
+        super().__init__(backbone)
+        self._hidden_BLE = hidden_BLE
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         return self._hidden_BLE
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backbone, name)
 
 
 def _paths(module: nn.Module, path: ModulePath = ()) -> Iterator[ModulePath]:

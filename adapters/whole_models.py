@@ -3,37 +3,43 @@
 Shapes: B batch, L length, E hidden size.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import create_attention_mask
 
 from .base import TargetAdapter
 from .registry import register_adapter
+from .stand_ins import StandIn, standing_in
 
 
 class WholeModelAdapter(TargetAdapter):
-    """Repeats the backbone's call up to the last norm; subclasses name the parts."""
+    """Takes what the backbone's last norm returns; MLX is lazy, so what the backbone does with it is not computed."""
 
-    @property
-    def norm(self) -> nn.Module:
-        """The norm after the last layer."""
-        raise NotImplementedError
+    norm_name: ClassVar[str] = "norm"
+    """The backbone's attribute that holds its last norm."""
 
     def run_backbone(self, tokens_BL: mx.array, cache: list[Any] | None) -> mx.array:
         """Normalised final hidden states ``[B, L, E]``."""
-        hidden_BLE, layers = self.embed(tokens_BL), self.layers
-        caches = [None] * len(layers) if cache is None else cache
-        mask = create_attention_mask(hidden_BLE, caches[0])
-        for layer, kv in zip(layers, caches, strict=True):
-            hidden_BLE = layer(hidden_BLE, mask, cache=kv)
-        return self.norm(hidden_BLE)
+        norm = _KeptOutput(self.backbone[self.norm_name])
+        with standing_in([(self.backbone, self.norm_name, norm)]):
+            self.backbone(tokens_BL, cache=cache)
+        return norm.output
+
+
+class _KeptOutput(StandIn):
+    output: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self.output = self._module(x)
+        return self.output
 
 
 @register_adapter("gpt_neox")
 class GPTNeoXAdapter(WholeModelAdapter):
     """GPT-NeoX and Pythia."""
+
+    norm_name = "final_layer_norm"
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -42,10 +48,6 @@ class GPTNeoXAdapter(WholeModelAdapter):
     @property
     def embedding(self) -> nn.Module:
         return self.backbone.embed_in
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.backbone.final_layer_norm
 
     @property
     def head_table(self) -> nn.Module:
@@ -63,10 +65,6 @@ class LilleAdapter(WholeModelAdapter):
     @property
     def embedding(self) -> nn.Module:
         return self.backbone.tok_embeddings
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.backbone.norm
 
     @property
     def hidden_size(self) -> int:

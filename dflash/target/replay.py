@@ -5,8 +5,7 @@ so the layer's output is not. Matrix products and causal convolutions are played
 neither reads a later token.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from ..adapters.stand_ins import StandIn, standing_in
 from .caches import KeptWindowCache
 from .ring import RowsCache
 
@@ -71,11 +71,12 @@ def _cut(value: Any, batch: int, length: int, kept: int) -> Any:
     return value
 
 
-class _Product:
+class _Product(StandIn):
     """Replaces a linear map or convolution: records its outputs for a block, or plays their first tokens back."""
 
     def __init__(self, linear: nn.Module, shape: tuple[int, int]):
-        self._linear, self._shape = linear, shape
+        super().__init__(linear)
+        self._shape = shape
         self._outputs: list[mx.array] = []
         self._played = self._kept = 0
 
@@ -85,16 +86,13 @@ class _Product:
 
     def __call__(self, x: mx.array) -> mx.array:
         if not self._kept:
-            self._outputs.append(self._linear(x))
+            self._outputs.append(self._module(x))
             return self._outputs[-1]
         recorded = self._outputs[self._played] if self._played < len(self._outputs) else None
         self._played += 1
         if recorded is None or recorded.shape[:2] != self._shape:
-            return self._linear(x)
+            return self._module(x)
         return recorded[:, : self._kept]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._linear, name)
 
 
 Products = list[tuple[nn.Module, str, _Product]]
@@ -113,19 +111,6 @@ def _products(layer: nn.Module, shape: tuple[int, int]) -> Products:
 def _is_causal(child: Any) -> bool:
     """Whether it is a convolution over ``[earlier tokens, block]``, with one output per token of the block."""
     return isinstance(child, nn.Conv1d) and child.padding == 0
-
-
-@contextmanager
-def standing_in(products: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    """For one call, put stand-ins in the place of the modules that they name; undone whatever happens."""
-    originals = [owner[name] for owner, name, _ in products]
-    for owner, name, product in products:
-        owner[name] = product
-    try:
-        yield
-    finally:
-        for (owner, name, _), original in zip(products, originals, strict=True):
-            owner[name] = original
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..adapters.stand_ins import StandIn, standing_in
 from ..core.errors import IncompatibleModelsError
 from ..core.trees import ancestors, depths_of_rows
-from .replay import standing_in
 
 
 class TreePass:
@@ -63,19 +63,17 @@ class TreePass:
         )
 
 
-class _Rotary:
-    """Replaces a rotary module, and rotates each row by the position of its depth; has the module's attributes."""
+class _Rotary(StandIn):
+    """Replaces a rotary module, and rotates each row by the position of its depth."""
 
     def __init__(self, rotary: nn.Module, depths_L: mx.array):
-        self._rotary, self._depths_L = rotary, depths_L
+        super().__init__(rotary)
+        self._depths_L = depths_L
 
     def __call__(self, x_BHLD: mx.array, offset: Any = 0, **options: Any) -> mx.array:
         # Rows become the batch, whose entries mx.fast.rope gives an offset each.
         rows_LH1D = x_BHLD.swapaxes(0, 2)
-        return cast(mx.array, self._rotary(rows_LH1D, offset=offset + self._depths_L, **options)).swapaxes(0, 2)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rotary, name)
+        return cast(mx.array, self._module(rows_LH1D, offset=offset + self._depths_L, **options)).swapaxes(0, 2)
 
 
 @cache

@@ -15,7 +15,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
 logger = logging.getLogger(__name__)
+
+BLAS_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Environment variables with which the user chooses the number of threads."""
 
 _SYSTEM_BLAS = "libopenblas.so.0"
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # <malloc.h>
@@ -171,6 +174,29 @@ def blas_threads() -> int | None:
     """The most threads of one matrix product; ``None`` where neither MKL nor OpenBLAS is loaded."""
     function = _blas_function("MKL_Get_Max_Threads", "openblas_get_num_threads")
     return None if function is None else int(function())
+
+
+@contextlib.contextmanager
+def using_blas_threads(count: int) -> Iterator[None]:
+    """Compute with ``count`` threads inside the ``with`` block, and with as many as before after it."""
+    before = blas_threads() or 1
+    try:
+        set_blas_threads(count)
+        yield
+    finally:
+        set_blas_threads(before)
+
+
+def why_blas_threads_stay() -> str | None:
+    """Why the number of threads is not to be chosen here; ``None`` if it may be."""
+    count = blas_threads()
+    if not on_cpu():
+        return "left alone: MLX does not compute on the CPU"
+    if count is None:
+        return "left alone: MLX's own BLAS has no such setting"
+    if variable := next((name for name in BLAS_VARIABLES if os.environ.get(name)), None):
+        return f"{count}: {variable} is set"
+    return "1: only one thread is available" if count == 1 else None
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from ..drafters.kinds import drafters
 from ..generate import DFlashSpeculativeDecoder
 from ..policies.adaptive import LENGTHS
 from ..policies.base import BlockRecord, Policy
-from ..policies.threads import left_alone, threads_for
+from ..policies.threads import threads_for
 from ..target import LoadedTargetModel
 from ..target.rewind import describe
 
@@ -47,7 +47,8 @@ def machine_report() -> dict[str, str]:
     report["platform"] = platform.platform()
     report["device"] = device_name()
     report["BLAS (CPU)"] = backend.blas
-    report["BLAS threads"] = left_alone() or f"up to {backend.blas_threads()}; each decoder takes the quickest count"
+    choice = f"up to {backend.blas_threads()}; each decoder takes the quickest count"
+    report["BLAS threads"] = backend.why_blas_threads_stay() or choice
     report["float32 product"] = f"{matmul_gflops():.0f} GFLOP/s at {_MATMUL_SIZE} x {_MATMUL_SIZE} on this device"
     return report
 

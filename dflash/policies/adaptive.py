@@ -15,8 +15,8 @@ import numpy as np
 
 from .base import BlockRecord, Drafts, Policy, register_policy
 
+# Candidate numbers of drafts, besides all there are. With the anchor they fill the tiles of common kernels.
 LENGTHS = (1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
-"""Candidate numbers of drafts, besides all there are. With the anchor they fill the tiles of common kernels."""
 
 # Times. The second shortest of the newest few counts: noise only adds time, and any single time may be an outlier.
 NEWEST, ENOUGH = 6, 3  # times kept per length, and how many make a length known
@@ -67,8 +67,7 @@ class Record:
     times: dict[int, dict[int, Times]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Times)))
     right: list[float] = field(default_factory=lambda: [PRIOR * WEIGHT])
     tried: list[float] = field(default_factory=lambda: [WEIGHT])
-    parents: Sequence[int] | None = None
-    """The last tree's; ``None`` for chains."""
+    parents: Sequence[int] | None = None  # the last tree's; of chains there are none
     reach: int = 0
     """Tokens of the longest pass to try: twice the drafts that were right as a whole, or in part at a known time."""
 
@@ -163,15 +162,14 @@ class Adaptive(Policy):
 
     def draft_length(self, most: int) -> int:
         """The best length; with several drafters the longest, as it is not known yet which one will draft."""
-        return max((self._best(drafter, most)[0] for drafter in self._drafters.values()), default=min(1, most))
+        return max((self._best(source, most)[0] for source in self._drafters), default=min(1, most))
 
     def verify_length(self, drafts: Drafts) -> int:
         """The best length for the drafter that made them."""
         if not drafts.count:
             return 0
-        drafter = self._drafters.setdefault(drafts.source, Record())
-        drafter.parents = drafts.parents
-        length, tokens, seconds = self._best(drafter, drafts.count)
+        self._drafters.setdefault(drafts.source, Record()).parents = drafts.parents
+        length, tokens, seconds = self._best(drafts.source, drafts.count)
         self._why = {"tokens": tokens, "seconds": seconds, "plain_seconds": self._plain[self._width].typical}
         return length
 
@@ -196,11 +194,10 @@ class Adaptive(Policy):
                 self._pause, self._losing = self._pause_length(), True
             return
         self._blocks, self._steps, self._retrying = self._blocks + 1, 0, False
+        self._recent.append(block.source if block.drafted else None)
         if block.drafted:
-            self._recent.append(block.source)
             times = self._drafters.setdefault(block.source, Record()).learn(self._now[self._width], block, self._width)
         else:
-            self._recent.append(None)
             (times := self._silent).add(self._now[self._width], block.seconds)
         if not block.matched and self._loses():
             self._pause, self._losing = self._pause_length(), True
@@ -212,26 +209,24 @@ class Adaptive(Policy):
         """A block's expected tokens and seconds and a plain step's seconds; in a pause, the tokens left of it."""
         return dict(self._why)
 
-    def _best(self, drafter: Record, most: int) -> tuple[int, float, float]:
-        """The length with most tokens per second, and both of these."""
-        known = (k for k, times in drafter.times[self._width].items() if times.known(self._now[self._width]))
+    def _best(self, source: str | None, most: int = LENGTHS[-1]) -> tuple[int, float, float]:
+        """The length with most tokens per second for one drafter, and both of these; ``None``: nothing is proposed."""
+        plain = self._plain[self._width].typical
+        if source is None:
+            return 0, 1.0, plain if self._silent.typical == math.inf else self._silent.typical
+        drafter, now = self._drafters[source], self._now[self._width]
+        known = (k for k, times in drafter.times[self._width].items() if times.known(now))
         most = min(most, max(known, default=1) if self._retrying else max(drafter.reach // self._width - 1, 1))
-        tokens, seconds = drafter.tokens(most), drafter.seconds(most, self._now[self._width], self._plain, self._width)
+        tokens, seconds = drafter.tokens(most), drafter.seconds(most, now, self._plain, self._width)
         best = max((k for k in (*LENGTHS, most) if k <= most), key=lambda k: tokens[k] / seconds[k])
         return best, tokens[best], seconds[best]
 
     def _loses(self) -> bool:
         """Whether plain steps are faster than the best blocks of the recent blocks' drafters."""
-        plain = self._plain[self._width].typical
-        best = {name: self._best(self._drafters[name], LENGTHS[-1]) for name in {*self._recent} if name is not None}
-        silent = 0, 1.0, plain if self._silent.typical == math.inf else self._silent.typical
-        chosen = [silent if name is None else best[name] for name in self._recent]
-        return sum(tokens * plain - seconds for _, tokens, seconds in chosen) < 0
+        best, plain = {source: self._best(source) for source in {*self._recent}}, self._plain[self._width].typical
+        return sum(best[source][1] * plain - best[source][2] for source in self._recent) < 0
 
     def _pause_length(self) -> int:
-        """The tokens after which one failed block of the shortest known length costs :data:`SHARE` of the time."""
-        name, plain = self._recent[-1], self._plain[self._width].typical
-        times = {0: self._silent} if name is None else self._drafters[name].times[self._width]
-        expected = plain if name is None else self._best(self._drafters[name], 1)[2]
-        seconds = next((times[k].typical for k in sorted(times) if times[k].typical < math.inf), expected)
-        return min(max(math.ceil((seconds / plain - 1) / SHARE), SHORTEST), LONGEST)
+        """The tokens after which one failed block of a single draft costs :data:`SHARE` of the time."""
+        _, _, seconds = self._best(self._recent[-1], 1)
+        return min(max(math.ceil((seconds / self._plain[self._width].typical - 1) / SHARE), SHORTEST), LONGEST)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from ..core.registry import Registry
 
+PLAIN_TOKENS = 256  # most plain steps in a row of Fixed(0): the drafter's features are kept until the last of them
+
 
 @dataclass(frozen=True)
 class Drafts:
@@ -108,10 +110,6 @@ def register_policy(name: str) -> Callable[[PolicyFactory], PolicyFactory]:
 
 
 POLICIES.register("full")(Policy)
-
-
-PLAIN_TOKENS = 256
-"""Most plain steps in a row of ``Fixed(0)``: the drafter's features are kept until the last of them."""
 
 
 class Fixed(Policy):

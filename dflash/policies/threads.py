@@ -1,6 +1,5 @@
 """The number of BLAS threads for decoding on a CPU, measured once when a decoder is made."""
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,6 @@ from ..core import backend
 
 if TYPE_CHECKING:
     from ..target import LoadedTargetModel
-
-VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # if one is set, the user decides
 
 GAIN = 0.85  # another count is chosen if its pass takes less than this share of the own count's time
 ROUNDS = 3  # timed passes per count; the fastest one counts
@@ -40,29 +37,24 @@ class DecodeThreads:
     ):
         self.count: int | None = None
         self.seconds: dict[int, float] = {}
-        self._tokens, self._reason = tokens, left_alone()
+        self._tokens, self._reason = tokens, backend.why_blas_threads_stay()
         if self._reason is not None:
             return
         own = backend.blas_threads() or 1
-        counts, logits = {own, max(1, own // 2), 1}, {}
-        try:
-            for count in counts:
-                backend.set_blas_threads(count)
-                logits[count] = [run_pass(1), run_pass(self._tokens)]
-            same = partial(mx.array_equal, equal_nan=True)  # a damaged target is told of when it decodes
-            equal = [n for n in sorted(counts) if all(map(same, logits[n], logits[own]))]
-            for count in equal * ROUNDS:
-                backend.set_blas_threads(count)
+        counts, logits = sorted({own, max(1, own // 2), 1}), {}
+        for count in counts:
+            with backend.using_blas_threads(count):
+                logits[count] = [run_pass(1), run_pass(tokens)]
+        same = partial(mx.array_equal, equal_nan=True)  # a damaged target is told of when it decodes
+        equal = [n for n in counts if all(map(same, logits[n], logits[own]))]
+        for count in equal * ROUNDS:
+            with backend.using_blas_threads(count):
                 began = clock()
-                run_pass(self._tokens)
+                run_pass(tokens)
                 took = clock() - began
-                self.seconds[count] = min(took, self.seconds.get(count, took))
-        finally:
-            backend.set_blas_threads(own)
+            self.seconds[count] = min(took, self.seconds.get(count, took))
         best = min(self.seconds, key=lambda count: self.seconds[count])
-        # Otherwise the fewest threads that take no longer, because the host builds the next pass meanwhile.
-        as_fast = min(n for n in self.seconds if self.seconds[n] <= self.seconds[own])
-        self.count = best if self.seconds[best] < GAIN * self.seconds[own] else as_fast
+        self.count = best if self.seconds[best] < GAIN * self.seconds[own] else own
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -70,30 +62,16 @@ class DecodeThreads:
         if self.count is None or not _in_use.acquire(blocking=False):
             yield
             return
-        own = backend.blas_threads() or 1
         try:
-            backend.set_blas_threads(self.count)
-            yield
+            with backend.using_blas_threads(self.count):
+                yield
         finally:
-            backend.set_blas_threads(own)
             _in_use.release()
 
     def __str__(self) -> str:
         """The choice and its reason, in one phrase."""
         times = ", ".join(f"{1000 * s:.3g} ms with {n}" for n, s in sorted(self.seconds.items()))
         return self._reason or f"{self.count}: a pass of {self._tokens} tokens takes {times}"
-
-
-def left_alone() -> str | None:
-    """Why the thread count is not chosen here; ``None`` if it is."""
-    count = backend.blas_threads()
-    if not backend.on_cpu():
-        return "left alone: MLX does not compute on the CPU"
-    if count is None:
-        return "left alone: MLX's own BLAS has no such setting"
-    if variable := next((name for name in VARIABLES if os.environ.get(name)), None):
-        return f"{count}: {variable} is set"
-    return "1: only one thread is available" if count == 1 else None
 
 
 def threads_for(target: "LoadedTargetModel", block_size: int) -> DecodeThreads:

@@ -17,6 +17,7 @@ from einops import rearrange
 from mlx_lm.models import llama, qwen2, qwen3
 
 from dflash import LoadedTargetModel
+from dflash.adapters import TargetAdapter
 from dflash.core.backend import on_cpu
 from dflash.core.cpu_math import softmax, swiglu
 
@@ -28,20 +29,20 @@ def forward_hidden(
     target: LoadedTargetModel, tokens_BL: mx.array, layer_ids: Sequence[int]
 ) -> tuple[mx.array, mx.array]:
     """Final hidden states ``[B, L, E]`` and features ``[B, L, F]`` of whole sequences, as ``target.forward_hidden``."""
-    if not has_quick_layers(target):
+    if not has_quick_layers(target.adapter):
         return target.forward_hidden(tokens_BL, None, layer_ids)
-    return target.adapter.forward(tokens_BL, None, layer_ids, _QuickLayers())
+    return target.adapter.forward(tokens_BL, None, layer_ids, QuickLayers())
 
 
 def model_to_write_with(target: LoadedTargetModel) -> nn.Module:
     """The target's model for mlx-lm's batched generation, or an equivalent with quick layers."""
-    return _QuickModel(target) if has_quick_layers(target) else target.model
+    return _QuickModel(target) if has_quick_layers(target.adapter) else target.model
 
 
-def has_quick_layers(target: LoadedTargetModel) -> bool:
-    """Whether this module speeds up the target: on a CPU, in float32, for a known family."""
+def has_quick_layers(adapter: TargetAdapter) -> bool:
+    """Whether this module speeds up a model: on a CPU, in float32, for a known family."""
     return on_cpu() and all(
-        type(layer) in FAMILIES and layer.input_layernorm.weight.dtype == mx.float32 for layer in target.adapter.layers
+        type(layer) in FAMILIES and layer.input_layernorm.weight.dtype == mx.float32 for layer in adapter.layers
     )
 
 
@@ -62,11 +63,11 @@ class _QuickModel(nn.Module):
         return make_prompt_cache(self._target.model)
 
     def __call__(self, tokens_BL: mx.array, cache: list[Any] | None = None) -> mx.array:
-        hidden_BLE, _ = self._target.adapter.forward(tokens_BL, cache, (), _QuickLayers())
+        hidden_BLE, _ = self._target.adapter.forward(tokens_BL, cache, (), QuickLayers())
         return self._target.head(hidden_BLE)
 
 
-class _QuickLayers:
+class QuickLayers:
     """Computes an adapter's layers in place of mlx-lm."""
 
     def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:

@@ -68,15 +68,15 @@ def test_other_families_and_other_devices_keep_the_targets_own_pass(monkeypatch)
     other = LoadedTargetModel(small_models.build("gemma3_text"))
     plain, half = LoadedTargetModel(qwen3_model(1)), LoadedTargetModel(qwen3_model(1))
     half.model.set_dtype(mx.bfloat16)
-    assert has_quick_layers(plain)
+    assert has_quick_layers(plain.adapter)
     monkeypatch.setattr(cpu, "on_cpu", lambda: False)
     for target in (other, plain):
-        assert not has_quick_layers(target)
+        assert not has_quick_layers(target.adapter)
         assert model_to_write_with(target) is target.model
         for found, expected in zip(
             forward_hidden(target, tokens, (1,)), target.forward_hidden(tokens, None, (1,)), strict=True
         ):
             assert mx.array_equal(found, expected)
     monkeypatch.undo()
-    assert not has_quick_layers(other)
-    assert not has_quick_layers(half)
+    assert not has_quick_layers(other.adapter)
+    assert not has_quick_layers(half.adapter)

@@ -18,14 +18,12 @@ from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, qwen3
 
 from dflash.adapters import find_adapter
-from dflash.core.backend import on_cpu
 from dflash.core.cpu_math import cross_entropy
 from dflash.core.errors import did_you_mean
 from dflash.core.files import flat, write_arrays, write_json
 
 from ...core.settings import SettingsError, require
-from ..cpu import FAMILIES as QUICK_LAYERS
-from ..cpu import decoder_layer
+from ..cpu import QuickLayers, has_quick_layers
 from ..data.sequences import Ints, Sequences, pad_batch, plan_batches
 from ..loop.settings import FitSettings
 
@@ -108,12 +106,7 @@ def build_target(settings: TargetSettings, vocab_size: int, end: int) -> nn.Modu
 def hidden_states(model: nn.Module, tokens_BL: mx.array) -> mx.array:
     """Final normalised hidden states ``[B, L, E]``, by the quick layers of ``training.cpu`` where they exist."""
     adapter = find_adapter(model)
-    if not (on_cpu() and all(type(layer) in QUICK_LAYERS for layer in adapter.layers)):
-        return adapter.forward(tokens_BL, None, ())[0]
-    x_BLE = adapter.embed(tokens_BL) * adapter.embedding_scale
-    for layer in adapter.layers:
-        x_BLE = decoder_layer(layer, x_BLE, "causal")
-    return adapter.backbone.norm(x_BLE)
+    return adapter.forward(tokens_BL, None, (), QuickLayers() if has_quick_layers(adapter) else None)[0]
 
 
 def answer_loss(model: nn.Module, tokens_BL: mx.array, positions_T: mx.array) -> mx.array:

@@ -4,9 +4,9 @@ import hashlib
 import json
 import random
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections import Counter
 from itertools import combinations
 
@@ -17,15 +17,16 @@ from dflash.evaluation import HELDOUT
 from dflash.evaluation.checks import check_answers as check_by_kind
 from dflash.training.toy.tasks import (
     FUNCTION_SHARE,
-    check_answer,
     check_answers,
     is_heldout_pair,
     sample,
     samples,
     split_of,
 )
+from dflash.training.toy.tasks.__main__ import main
 from dflash.training.toy.tasks.known import KNOWN
 from dflash.training.toy.tasks.operations import RESULTS, STEPS
+from dflash.training.toy.tasks.sandbox import may_run, run_programs
 from dflash.training.toy.tasks.stories import DOMAINS
 
 EVENTS = [event for domain in DOMAINS for event in (*domain.events, *domain.endings)]
@@ -34,17 +35,14 @@ SUM_OF_EVEN = {"kind": "function", "source": "numbers", "steps": [["even"]], "re
 SUM_OF_EVEN_CODE = "def f(numbers):\n    return sum(n for n in numbers if n % 2 == 0)"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "digest", "hash_seed"),
-    [
-        ("train 300 --seed 2", "062929173cd66428a52b707ddf75c2583ac510eca36b92cc57009aab21d94112", "77"),
-        ("heldout 100 --seed 2026", hashlib.sha256(HELDOUT.read_bytes()).hexdigest(), "0"),
-    ],
-)
-def test_requests_are_those_that_the_bundled_pair_was_made_with(arguments, digest, hash_seed, monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
-    command = [sys.executable, "-m", "dflash.training.toy.tasks", *arguments.split()]
-    assert hashlib.sha256(subprocess.run(command, capture_output=True, check=True).stdout).hexdigest() == digest
+def test_requests_are_those_that_the_bundled_pair_was_made_with(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tasks", *"heldout 100 --seed 2026".split()])
+    main()
+    assert capsys.readouterr().out == HELDOUT.read_text()
+    monkeypatch.setenv("PYTHONHASHSEED", "77")
+    command = [sys.executable, "-m", "dflash.training.toy.tasks", *"train 300 --seed 2".split()]
+    made = subprocess.run(command, capture_output=True, check=True).stdout
+    assert hashlib.sha256(made).hexdigest() == "062929173cd66428a52b707ddf75c2583ac510eca36b92cc57009aab21d94112"
 
 
 def test_samples_of_other_seeds_differ_and_no_prompt_comes_twice():
@@ -59,15 +57,15 @@ def test_operation_names_are_unique():
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_every_generated_answer_passes_its_own_check(split):
-    generated = [(one.answer, one.check) for one in samples(11, 200, split)]
-    generated += [(row.answer(), {"kind": "known", "name": row.name}) for row in KNOWN]
-    verdicts = check_answers(json.loads(json.dumps(generated)))  # checks come from files of JSON lines
-    assert [(one, verdict) for one, verdict in zip(generated, verdicts, strict=True) if not verdict.ok] == []
+    generated = [(one.answer, one.check) for one in samples(11, 120, split)]
+    generated += [(row.answer(), {"kind": "known", "name": row.name}) for row in KNOWN if split == "train"]
+    right = check_answers(json.loads(json.dumps(generated)))  # checks come from files of JSON lines
+    assert [one for one, ok in zip(generated, right, strict=True) if not ok] == []
 
 
 def test_equal_requests_have_equal_answers():
     answers = {}
-    for one in samples(2, 1500, "train"):
+    for one in samples(2, 800, "train"):
         assert answers.setdefault(one.prompt.lower().rstrip(".?"), one.answer) == one.answer, one.prompt
 
 
@@ -86,12 +84,10 @@ def test_a_solution_calculates_correctly_from_numbers_that_the_story_tells():
 
 
 def test_corrupted_answers_fail():
-    chosen = list(samples(21, 100, "train"))
+    chosen = list(samples(21, 60, "train"))
     broken = [re.sub(r"return (.*)\n```", r"return [\1, 1]\n```", one.answer) for one in chosen]
     broken = [re.sub(r"Answer: (\d+)", lambda found: f"Answer: {int(found[1]) + 1}", text) for text in broken]
-    verdicts = check_answers([(text, one.check) for text, one in zip(broken, chosen, strict=True)])
-    assert [one.prompt for one, verdict in zip(chosen, verdicts, strict=True) if verdict.ok] == []
-    assert all(verdict.reason and "\n" not in verdict.reason for verdict in verdicts)
+    assert not any(check_answers([(text, one.check) for text, one in zip(broken, chosen, strict=True)]))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +110,7 @@ def test_corrupted_answers_fail():
     ],
 )
 def test_an_answer_is_judged_by_what_it_computes(text, check, ok):
-    assert check_answer(text, check).ok == ok
+    assert check_answers([(text, check)]) == [ok]
 
 
 @pytest.mark.parametrize(
@@ -132,46 +128,49 @@ def test_a_check_of_no_known_request_is_refused(check):
         check_by_kind([(SUM_OF_EVEN_CODE, check)])
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "import os",
-        "return __import__('os').system('true')",
-        "return numbers.__class__.__mro__",
-        "return ().__class__.__bases__[0].__subclasses__()",
-        "return open('/etc/passwd').read()",
-        "return eval('1')",
-        "return getattr(numbers, 'a' + 'b')",
-        "return '{0.__class__}'.format(numbers)",
-        "with numbers:\n        pass",
-        "try:\n        pass\n    except:\n        pass",
-        "global x",
-        "yield 1",
-    ],
-)
-def test_code_that_reaches_out_is_refused(body):
-    assert not check_answer(f"def f(numbers):\n    {body}", SUM_OF_EVEN).ok
+REACHING_OUT = [
+    "import os",
+    "return __import__('os').system('true')",
+    "return numbers.__class__.__mro__",
+    "return ().__class__.__bases__[0].__subclasses__()",
+    "return open('/etc/passwd').read()",
+    "return eval('1')",
+    "return getattr(numbers, 'a' + 'b')",
+    "return '{0.__class__}'.format(numbers)",
+    "with numbers:\n        pass",
+    "try:\n        pass\n    except:\n        pass",
+    "global x",
+    "yield 1",
+]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "while True:\n        pass",
-        "return [0] * 10 ** 12",
-        "return 9 ** 9 ** 9",
-        "return f(numbers)",
-        "return ['a' * 10 ** 6] * 20",
-        "return 10 ** 5000",
-        "return {1.5: {(1, 2): 3}}",
-    ],
-)
-def test_code_that_would_hang_or_swell_fails_alone(body):
-    """The bad program costs only itself: its neighbours in the batch are judged."""
-    start = time.monotonic()
-    bad, good = f"def f(numbers):\n    {body}", SUM_OF_EVEN_CODE
-    verdicts = check_answers([(text, SUM_OF_EVEN) for text in (good, bad, good)])
-    assert [verdict.ok for verdict in verdicts] == [True, False, True]
-    assert time.monotonic() - start < 15
+def test_code_that_reaches_out_is_refused():
+    codes = {body: f"def f(numbers):\n    {body}" for body in REACHING_OUT}
+    assert not any(check_answers([(code, SUM_OF_EVEN) for code in codes.values()]))
+    of_allowed_syntax = [body for body, code in codes.items() if may_run(code)]
+    assert of_allowed_syntax == ["return eval('1')", "return getattr(numbers, 'a' + 'b')"]
+    assert run_programs([(codes[body], [[[1]]]) for body in of_allowed_syntax]) == [None, None]
+
+
+HARMFUL = [
+    "while True:\n        pass",
+    "return [0] * 10 ** 12",
+    "return 9 ** 9 ** 9",  # one operation
+    "return f(numbers)",
+    "return ['a' * 10 ** 6] * 20",
+    "return 10 ** 5000",
+    "return {1.5: {(1, 2): 3}}",
+]
+
+
+def test_code_that_would_hang_or_swell_fails_alone():
+    """A bad program costs only itself, and no more than its time: those after it are judged."""
+    texts = [SUM_OF_EVEN_CODE]
+    for body in HARMFUL:
+        texts += [f"def f(numbers):\n    {body}", SUM_OF_EVEN_CODE]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert check_answers([(text, SUM_OF_EVEN) for text in texts]) == [True, *[False, True] * len(HARMFUL)]
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2 * len(HARMFUL)
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])

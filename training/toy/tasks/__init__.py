@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import functions, known, problems
-from .check import CheckResult, check_answer, check_answers
+from .check import check_answers
 from .split import Split, is_heldout_pair, split_of
 
 __all__ = [
-    "CheckResult",
     "Sample",
     "Split",
-    "check_answer",
     "check_answers",
     "is_heldout_pair",
     "sample",
@@ -36,7 +34,7 @@ EVENT_WEIGHTS = {"train": (4, 30, 38, 28), "heldout": (0, 32, 38, 30)}
 
 @dataclass(frozen=True)
 class Sample:
-    """A request, its canonical answer, and the plain data from which `check_answer` judges other answers."""
+    """A request, its canonical answer, and the plain data from which `check_answers` judges other answers."""
 
     prompt: str
     answer: str

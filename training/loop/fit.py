@@ -3,6 +3,7 @@
 import logging
 import math
 import statistics
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from tqdm import tqdm
 
 from dflash.core.errors import StopTraining, TrainingError
+from dflash.core.progress import draws_bars
 
-from .clock import step_bar
 from .distributed import PeerLostError, Ranks
 from .gradients import Batch, Loss, MeanGradient
 from .interrupt import Interrupt
@@ -71,9 +73,14 @@ def fit(
         step = _Step(run, mean_gradient, batch, name_batch)
         with interrupt:
             run.make_up_for_an_evaluation()
-            run.estimate(step.try_out)
-            for number in step_bar(run.begun, settings.steps, folder.name, show=ranks.is_main, note=run.note):
+            left, hidden = range(run.begun, settings.steps), not (ranks.is_main and draws_bars())
+            bar = tqdm(left, folder.name, settings.steps, initial=run.begun, disable=hidden)
+            for number in bar:
+                begin = time.perf_counter()
                 done, stop = step(number)
+                if done == run.begun + 2:  # the first one also compiles
+                    run.forecast(done, time.perf_counter() - begin)
+                bar.set_postfix_str(f"loss {run.recent[-1]:.3f}", refresh=False)
                 if stop is not None or run.saves(done):
                     run.save(done)
                 if stop is not None:
@@ -120,13 +127,6 @@ class _Step:
         if stop and asked is None:  # another rank was asked
             asked = StopTraining() if stop == 2 else KeyboardInterrupt()
         return step + 1, asked
-
-    def try_out(self) -> float:
-        """Compute the first gradients, only to time them; returns the fraction of a step that they are."""
-        own = self.run.ranks.shard(self.run.numbers(self.run.begun))
-        wave = own[: self.mean_gradient.threads]
-        self.mean_gradient(self.run.model.trainable_parameters(), (self.batch(n) for n in wave))
-        return len(wave) / len(own)
 
 
 def check_losses(

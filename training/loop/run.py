@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from dflash.core.errors import CheckpointError, StopTraining, TrainingError
@@ -85,7 +86,7 @@ class Run:
         ranks.allow(self._checkpoint_bytes)
         self.begun, losses = _all_start_alike(ranks, model, self.optimizer, begun)
         self.recent = deque(losses, maxlen=max(RECENT, settings.log_every))
-        self.clock = Clock(self._seconds_before(), settings.steps - self.begun, self._evaluations_left(self.begun))
+        self.clock = Clock(self._seconds_before())
         if self.begun == settings.steps:
             logger.info("%s is finished: all %d steps are done.", folder, self.begun)
         elif self.begun:
@@ -116,30 +117,18 @@ class Run:
     def _decay_begins(self, done: int) -> bool:
         return done == self.settings.optimizer.decay_begins(self.settings.steps)
 
-    def _evaluations_left(self, done: int) -> int:
+    def forecast(self, done: int, seconds: float) -> None:
+        """Log what is left after ``done`` steps, the last of which took ``seconds``, and the memory of one."""
         every, steps = self.settings.evaluate_every, self.settings.steps
-        return 0 if self._evaluate is None else math.ceil(steps / every) - done // every
-
-    def estimate(self, try_out: Callable[[], float]) -> None:
-        """Before a run's first step, log the expected time of all steps and the memory of one."""
-        if self.begun or self.settings.steps == 1:
-            return
-        seconds, gigabytes = self.clock.measure(try_out)
-        if self.ranks.is_main:
-            logger.info(
-                "%d steps of about %.2g s: %s, and %d evaluation(s). Memory of a step: %.1f GB at its peak.",
-                *(self.settings.steps, seconds, duration(seconds * self.settings.steps)),
-                *(self._evaluations_left(0), gigabytes),
-            )
-
-    def note(self) -> str:
-        """The progress bar's note: the last loss and the time left, evaluations included."""
-        loss = f"loss {self.recent[-1]:.3f}, " if self.recent else ""
-        return f"{loss}{self.clock.left()} left"
+        evaluations = 0 if self._evaluate is None else math.ceil(steps / every) - (done - 1) // every
+        left, gigabytes = steps - done, mx.get_peak_memory() / 1e9
+        logger.info(
+            "%d steps left of about %.2g s: %s, and %d evaluation(s). Memory of a step: %.1f GB at its peak.",
+            *(left, seconds, duration(left * seconds), evaluations, gigabytes),
+        )
 
     def report(self, done: int, norm: float) -> None:
         """Log the steps since the last report, if one is due."""
-        self.clock.step_done()
         if not (self.ranks.is_main and self.due(done, self.settings.log_every)):
             return
         window = list(self.recent)[-(((done - 1) % self.settings.log_every) + 1) :]
@@ -165,7 +154,7 @@ class Run:
     def evaluate(self, done: int) -> None:
         """Evaluate, log the results, and keep the weights if they are the best so far."""
         assert self._evaluate is not None
-        with self.clock.evaluating():
+        with self.clock.paused():
             results = self._evaluate()
         if self._best is not None:
             self._best.offer(done, self.model, results)

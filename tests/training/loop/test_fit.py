@@ -267,7 +267,9 @@ def test_seconds_go_on_where_the_run_continues(tmp_path):
     assert all(line["seconds"] > 100 for line in read_log(tmp_path))
 
 
-def test_time_and_memory_are_told_before_the_first_step(tmp_path, caplog):
+def test_time_and_memory_are_told_after_the_second_step(tmp_path, caplog):
     caplog.set_level("INFO")
-    toy_fit(tmp_path, FitSettings(steps=3, evaluate_every=2), evaluate=lambda: {"score": 1.0})
-    assert re.match(r"3 steps of about \S+ s: \d+ s, and 2 evaluation\(s\)\. Memory of a step: \d", caplog.messages[0])
+    toy_fit(tmp_path, FitSettings(steps=5, evaluate_every=2), evaluate=lambda: {"score": 1.0})
+    assert re.match(
+        r"3 steps left of about \S+ s: \d+ s, and 3 evaluation\(s\)\. Memory of a step: ", caplog.messages[0]
+    )

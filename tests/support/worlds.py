@@ -4,6 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from statistics import fmean
 
@@ -76,6 +77,7 @@ class World:
         """A block that drafts and verifies so many tokens in each row."""
         return self.draft + self.each * self.rows * drafts + self.passes(self.rows * (drafts + 1))
 
+    @cache
     def tokens(self, drafts: int) -> float:
         """What such a block commits on average."""
         survival, elder = [1.0], {}

@@ -56,20 +56,16 @@ def heldout_prompts(sequences: Sequences, count: int, longest: int | None = None
     Requests of more than ``longest`` tokens are skipped. Raises ``TrainingError`` if none is left.
     """
     prompts: list[list[int]] = []
-    too_long = 0
     for start, length in zip(sequences.starts, sequences.lengths, strict=True):
         # 0 if there is no response, or nothing before it
-        before = int(np.argmax(sequences.loss_mask[start : start + length]))
-        too_long += bool(before) and longest is not None and before > longest
-        if before and (longest is None or before <= longest):
+        if before := int(np.argmax(sequences.loss_mask[start : start + length])):
             prompts.append(sequences.tokens[start : start + before].tolist())
-        if len(prompts) == count:
-            break
-    if not prompts and too_long:
-        raise TrainingError(
-            f"All {too_long} held-out prompts have more than {longest} tokens, the room that run.evaluate_tokens "
-            "leaves in the target's context. Lower run.evaluate_tokens."
-        )
     if not prompts:
         raise TrainingError("The held-out part of the dataset has no prompt to evaluate on. Prepare more prompts.")
-    return prompts
+    short = [prompt for prompt in prompts if longest is None or len(prompt) <= longest]
+    if not short:
+        raise TrainingError(
+            f"All {len(prompts)} held-out prompts have more than {longest} tokens, the room that run.evaluate_tokens "
+            "leaves in the target's context. Lower run.evaluate_tokens."
+        )
+    return short[:count]

@@ -153,12 +153,9 @@ def card(
     )
 
 
-def _is_local(name: str) -> bool:
-    return Path(name).exists() or not is_hub_name(name)
-
-
 def _shown(name: str) -> str:
-    return Path(name).resolve().name if _is_local(name) else name
+    local = Path(name).exists() or not is_hub_name(name)
+    return Path(name).resolve().name if local else name
 
 
 def _measured(run: dict[str, Any], results: dict[str, Any] | None) -> str:

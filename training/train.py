@@ -20,7 +20,7 @@ import numpy as np
 
 from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.adapters.generic import GenericAdapter
-from dflash.core.backend import keep_freed_memory, on_cpu, set_blas_threads, wait_for_this_thread
+from dflash.core.backend import keep_freed_memory, on_cpu, set_blas_threads
 from dflash.core.errors import TrainingError, one_line
 from dflash.core.files import exclusive_lock, read_json, remove_unfinished, write_json
 from dflash.core.progress import progress
@@ -48,11 +48,11 @@ from .features import (
     with_target_pass,
     write_features,
 )
-from .identity import check_same_run, require_same
+from .identity import require_same
 from .loop.distributed import Ranks
 from .loop.fit import fit
 from .loop.optimizer import Optimizer
-from .loop.run import OnLog, checkpoint_to_continue
+from .loop.run import OnLog, check_identity
 from .loop.run_folder import BEFORE_DECAY, BEST, LOG, RECIPE, STATE
 from .loop.settings import FitSettings, LoopSettings
 from .recipe import Recipe
@@ -84,7 +84,6 @@ def train(recipe: Recipe, on_log: OnLog | None = None, *, trust_remote_code: boo
     Ctrl-C and ``StopTraining`` where a callback ends the run.
     """
     keep_freed_memory()
-    wait_for_this_thread()
     ranks = Ranks.of_this_run(recipe.run.peer_timeout)
     if ranks.size > 1 and on_cpu():
         set_blas_threads(1)  # processes that share a machine would fight for its cores
@@ -233,7 +232,11 @@ def _train(training: _Training, ranks: Ranks, on_log: OnLog | None) -> Path:
 
     identity = {"recipe": to_dict(recipe), "dataset": dataset_fingerprint(training.sequences)}
     ranks.require_same(zlib.crc32(json.dumps(identity).encode()), "The processes have different recipes or datasets.")
-    _announce(settings, batches, ranks)
+    if warning := settings.optimizer.warning(settings.steps):
+        logger.warning("%s", warning)
+    made, device = settings.steps * settings.batches_per_step, mx.default_device()
+    count = len(batches.sequences), made, settings.steps, device, ranks.size
+    logger.info("%d sequences, %d batches, %d steps on %s, %d process(es).", *count)
     optimizer = Optimizer(drafter.trainable_parameters(), settings.optimizer, settings.steps)
     listening: list[OnLog] = []
     if ranks.is_main:
@@ -250,7 +253,6 @@ def _train(training: _Training, ranks: Ranks, on_log: OnLog | None) -> Path:
         score="acceptance_length",
         name_batch=batches.name,
         ranks=ranks,
-        identity=identity,
         on_log=listening,
         optimizer=optimizer,
     )
@@ -261,20 +263,6 @@ def _train(training: _Training, ranks: Ranks, on_log: OnLog | None) -> Path:
     return finished
 
 
-def _announce(settings: FitSettings, batches: Batches, ranks: Ranks) -> None:
-    """Log what the run consists of, and warn of settings that are probably a mistake."""
-    if warning := settings.optimizer.warning(settings.steps):
-        logger.warning("%s", warning)
-    logger.info(
-        "%d sequences, %d batches, %d steps on %s, %d process(es).",
-        len(batches.sequences),
-        settings.steps * settings.batches_per_step,
-        settings.steps,
-        mx.default_device(),
-        ranks.size,
-    )
-
-
 def _begin(folder: Path, identity: dict[str, Any], settings: FitSettings, drafter: DFlashDraftModel) -> None:
     """Make ``folder`` this run's: refuse another run's, remove unfinished files, write the drafter's config.
 
@@ -283,10 +271,8 @@ def _begin(folder: Path, identity: dict[str, Any], settings: FitSettings, drafte
     for name in (CONFIG, VOCABULARY, STATE, BEFORE_DECAY, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
         remove_unfinished(folder / name)
     if (folder / RECIPE).exists():
-        require_same(folder, _recorded(folder), identity, _MAY_CHANGE)
-        checkpoint_to_continue(folder, settings)  # or a length that the run cannot have would be recorded
-        write_json(folder / RECIPE, identity)
-    check_same_run(folder / RECIPE, identity)
+        write_json(folder / RECIPE, _recorded(folder))  # an older one by today's names
+    check_identity(folder, identity, _MAY_CHANGE, settings)
     write_json(folder / CONFIG, config_of(drafter))
     if drafter.token_ids is not None:
         write_vocabulary(folder, drafter.token_ids, drafter.config.vocab_size)

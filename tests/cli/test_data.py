@@ -97,7 +97,7 @@ def test_a_folder_without_a_dataset_is_one_line_of_error(tmp_path, command):
     [
         (["--max-length", "9"], r"None of the 1 conversations can be used \(1 too long\); max_length is 9"),
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
-        (["--max-length", "2"], "max_length must be more than 2"),
+        (["--max-length", "2"], "max_length must be above 2"),
         (["--heldout-percent", "100"], "heldout_percent must be at least 0 and below 100"),
         (["--heldout-at-least", "-1"], "heldout_at_least must be at least 0, got -1"),
         (["--min-p", "2"], "min_p must be .* 0.* 1"),

@@ -5,6 +5,7 @@ and it must consist of the response's own characters. This works for templates t
 earlier turns, or that add an empty thought.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +114,8 @@ def response_spans(render: Callable[[Messages], str], messages: Messages, text: 
             continue
         marked = render([*messages[:i], message | {"content": MARK}, *messages[i + 1 :]])
         before, _, after = marked.partition(MARK)
-        start, end = _common_length(text, before), len(text) - len(after)
+        start = len(os.path.commonprefix([text, before]))  # noqa: RUF071 - characters, not folders
+        end = len(text) - len(after)
         own = "".join(text[start:end].split()) in "".join(message["content"].split())
         if marked.count(MARK) != 1 or not text.endswith(after) or start > end or not own:
             raise DataError(
@@ -122,13 +124,6 @@ def response_spans(render: Callable[[Messages], str], messages: Messages, text: 
             )
         spans.append((start, end))
     return spans
-
-
-def _common_length(one: str, other: str) -> int:
-    """Length of the longest common prefix."""
-    if one.startswith(other):
-        return len(other)
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _plain(conversation: Conversation, tokenizer: Any, stops: frozenset[int]) -> Row:

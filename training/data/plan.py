@@ -12,6 +12,7 @@ from dflash.decoding.sampling import GREEDY
 from dflash.options import DecodeOptions
 from dflash.prompts.conversations import Conversation
 
+from ...core.settings import Checked, setting
 from .chat import Row, encode, encode_draft
 
 SHORTEST_RESPONSE = 2
@@ -19,7 +20,7 @@ SHORTEST_RESPONSE = 2
 
 
 @dataclass(frozen=True)
-class PrepareSettings:
+class PrepareSettings(Checked):
     """Settings of a dataset. Lengths are in tokens.
 
     A response is cut at ``max_tokens`` or where its sequence reaches ``max_length``; longer given sequences are
@@ -28,23 +29,21 @@ class PrepareSettings:
     already its own costs one pass. Raises ``DFlashError`` for values out of range.
     """
 
-    max_tokens: int = 2048
-    max_length: int = 3072
+    max_tokens: int = setting(2048, at_least=1)
+    max_length: int = setting(3072, above=SHORTEST_RESPONSE)
     temp: float = 0.0
     top_p: float = 0.0
     top_k: int = 0
     seed: int = 0
-    batch_size: int = 32
-    shard_size: int = 512
+    batch_size: int = setting(32, at_least=1)
+    shard_size: int = setting(512, at_least=1)
     regenerate: bool = False
     chat: bool = True
     chat_template_config: dict[str, Any] = field(default_factory=dict)
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "batch_size", "shard_size"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("max_length", self.max_length > SHORTEST_RESPONSE, f"more than {SHORTEST_RESPONSE}")
+        super().__post_init__()
         self.decoding  # noqa: B018 - it checks its values
 
     @property
@@ -57,10 +56,6 @@ class PrepareSettings:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a dataset's description; ``min_p`` only where it is on, as in older datasets."""
         return {name: value for name, value in asdict(self).items() if name != "min_p" or value}
-
-    def _require(self, name: str, holds: bool, expected: str) -> None:
-        if not holds:
-            raise DataError(f"{name} must be {expected}, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True)

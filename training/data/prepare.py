@@ -67,45 +67,36 @@ def prepare(
     """
     settings.decoding.check_vocabulary(target.vocab_size)
     require_only_a_dataset(folder)
-    with _writing_to(folder), exclusive_lock(folder):
-        tempfile.TemporaryFile(dir=folder).close()  # better now than hours later
-        return _prepare(conversations, target, settings, folder, source, heldout)
-
-
-def _prepare(
-    conversations: Sequence[Conversation],
-    target: LoadedTargetModel,
-    settings: PrepareSettings,
-    folder: Path,
-    source: str,
-    heldout: HeldoutRule | None,
-) -> dict[str, Any]:
-    plan = make_plan(conversations, target, settings)
-    description: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "target": target_fingerprint(target),
-        "tokenizer": tokenizer_fingerprint(target),
-        "conversations": {"count": len(conversations), "sha256": digest(conversations)},
-        "settings": settings.to_dict(),
-        "sequences": {"count": len(plan.rows), "sha256": plan.digest()},
-    }
-    _start(folder, description)
-    _write_shards(plan, target, settings, folder)
-    if heldout is None:
-        finished = (folder / MANIFEST).exists()
-        heldout = HeldoutRule(**read_manifest(folder)["heldout"]) if finished else HeldoutRule()
-    shards = sum(1 for _ in plan.shards(settings.shard_size))
-    written = sum(len(read_shard(shard_path(folder, number))[0]) for number in range(shards))
-    dropped = plan.dropped | {"no_response": plan.dropped["no_response"] + len(plan.rows) - written}
-    made = {"source": source, "dropped": dropped, "shards": shards, "stop_tokens": sorted(target.stop_token_ids())}
-    return write_manifest(folder, description | made, heldout)
+    with _writing_to(folder):
+        plan = make_plan(conversations, target, settings)
+        description: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "target": target_fingerprint(target),
+            "tokenizer": tokenizer_fingerprint(target),
+            "conversations": {"count": len(conversations), "sha256": digest(conversations)},
+            "settings": settings.to_dict(),
+            "sequences": {"count": len(plan.rows), "sha256": plan.digest()},
+        }
+        _start(folder, description)
+        _write_shards(plan, target, settings, folder)
+        if heldout is None:
+            finished = (folder / MANIFEST).exists()
+            heldout = HeldoutRule(**read_manifest(folder)["heldout"]) if finished else HeldoutRule()
+        shards = sum(1 for _ in plan.shards(settings.shard_size))
+        written = sum(len(read_shard(shard_path(folder, number))[0]) for number in range(shards))
+        dropped = plan.dropped | {"no_response": plan.dropped["no_response"] + len(plan.rows) - written}
+        made = {"source": source, "dropped": dropped, "shards": shards, "stop_tokens": sorted(target.stop_token_ids())}
+        return write_manifest(folder, description | made, heldout)
 
 
 @contextmanager
 def _writing_to(folder: Path) -> Iterator[None]:
+    """Lock ``folder``, and turn a failure to write there into a ``DataError``."""
     try:
-        yield
+        with exclusive_lock(folder):
+            tempfile.TemporaryFile(dir=folder).close()  # better now than hours later
+            yield
     except OSError as error:
         reason = error.strerror or one_line(error)
         raise DataError(
@@ -117,17 +108,14 @@ def _writing_to(folder: Path) -> Iterator[None]:
 def _start(folder: Path, description: dict[str, Any]) -> None:
     """Write the plan, or check it against the existing one, and remove a killed process's temporary files."""
     path = folder / PLAN
-    if path.exists():
-        difference = _difference(read_description(path), description)
-        if difference is not None:
-            raise DataError(
-                f"{folder} holds a dataset begun with other input: {difference}. "
-                "Give the same command as then to continue it, or choose an empty folder."
-            )
-        remove_unfinished(folder)
-    else:
+    if not path.exists():
         write_json(path, description)
-        remove_unfinished(folder)
+    elif difference := _difference(read_description(path), description):
+        raise DataError(
+            f"{folder} holds a dataset begun with other input: {difference}. "
+            "Give the same command as then to continue it, or choose an empty folder."
+        )
+    remove_unfinished(folder)
 
 
 _WHAT_DIFFERS = {

@@ -24,6 +24,7 @@ from dflash.core.progress import forecast, progress
 from dflash.options import DecodeOptions
 from dflash.target.identity import target_fingerprint
 
+from ...core.settings import Checked, setting
 from ..cpu import model_to_write_with
 from .chat import MARK
 from .dataset import json_line
@@ -37,7 +38,7 @@ _REQUEST_TOKENS = 64  # written for each request that is kept, those of dropped 
 
 
 @dataclass(frozen=True)
-class PromptSettings:
+class PromptSettings(Checked):
     """How requests are written. A round samples at most ``round_size`` of them, ``batch_size`` at a time.
 
     Tokens less probable than ``min_p`` times the most probable one are never sampled, which keeps a small model from
@@ -46,19 +47,17 @@ class PromptSettings:
     Raises ``DFlashError`` for values out of range.
     """
 
-    max_tokens: int = 256
+    max_tokens: int = setting(256, at_least=1)
     temp: float = 1.0
     min_p: float = 0.02
     seed: int = 0
-    batch_size: int = 64
-    round_size: int = 256
+    batch_size: int = setting(64, at_least=1)
+    round_size: int = setting(256, at_least=1)
     begins: tuple[str, ...] = ("",)
     system: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "batch_size", "round_size"):
-            if getattr(self, name) < 1:
-                raise DataError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        super().__post_init__()
         if self.temp <= 0:
             raise DataError(f"temp must be greater than 0, got {self.temp}: greedy requests would all be the same.")
         self.decoding  # noqa: B018 - it checks its values

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_map
 
 from dflash import DFlashDraftModel
 from dflash.core.errors import TrainingError
+from dflash.core.files import flat, nested
 from dflash.drafters.block_attention import block_attention
 from dflash.drafters.blocks import BlockAttention, draft_hidden
 
@@ -260,7 +261,7 @@ def mean_in_chunks(
     """
     total_weight = weights_T.sum()
     normalised_T = weights_T / mx.where(total_weight > 0, total_weight, 1)  # 0 if the drafter knows none of the tokens
-    names, values = _named(weights)
+    arrays_by_name = flat(weights)
 
     # Autodiff of the plain loop would keep every chunk's logits, or their softmax, until the backward pass. L is a
     # scalar, so its gradient can be taken while a chunk's logits exist, and dL/dhidden becomes a second output. The
@@ -275,7 +276,7 @@ def mean_in_chunks(
             hidden_CE, *rest = mx.depends(arrays, [*done[-1], *learned]) if done else arrays
 
             def of_chunk(values: list[mx.array], hidden_CE: mx.array, weights_C: mx.array, *others: mx.array) -> Any:
-                own = tree_unflatten(list(zip(names, values, strict=True)))
+                own = nested(dict(zip(arrays_by_name, values, strict=True)))
                 return (losses(own, hidden_CE, *others) * weights_C).sum()
 
             value, (own, of_hidden) = mx.value_and_grad(of_chunk, argnums=(0, 1))(list(values), hidden_CE, *rest)
@@ -285,13 +286,8 @@ def mean_in_chunks(
 
     @total.vjp
     def scaled(_: object, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> Any:
-        gradients = zip((hidden_TE, *values), outputs[1:], strict=True)
+        gradients = zip((hidden_TE, *arrays_by_name.values()), outputs[1:], strict=True)
         scaled = tuple((gradient * cotangents[0]).astype(array.dtype) for array, gradient in gradients)
-        return scaled if values else scaled[0]
+        return scaled if arrays_by_name else scaled[0]
 
-    return cast("tuple[mx.array, ...]", total(hidden_TE, *values))[0]
-
-
-def _named(tree: Any) -> tuple[list[str], list[mx.array]]:
-    flat = cast("list[tuple[str, mx.array]]", tree_flatten(tree))
-    return [name for name, _ in flat], [value for _, value in flat]
+    return cast("tuple[mx.array, ...]", total(hidden_TE, *arrays_by_name.values()))[0]

@@ -30,7 +30,6 @@ from .target import (
     answer_loss,
     build_target,
     model_config,
-    rounded_to_bfloat16,
     save_target,
     target_batches,
 )
@@ -90,7 +89,7 @@ def accuracy(model: nn.Module, tokenizer: Tokenizer, settings: HeldoutSettings) 
     prompts = [encode_prompt(tokenizer, sample.prompt) for sample in requests]
     responses = generate_responses(model, prompts, [token_id(tokenizer, END)], [settings.max_tokens] * len(prompts))
     texts = [tokenizer.decode(response, skip_special_tokens=True) for _, response in sorted(responses)]
-    right = check_answers((text, sample.check) for text, sample in zip(texts, requests, strict=True))
+    right = check_answers([(text, sample.check) for text, sample in zip(texts, requests, strict=True)])
     result = {"accuracy": sum(right) / len(right)}
     for kind in sorted({sample.kind for sample in requests}):
         of_kind = [ok for ok, sample in zip(right, requests, strict=True) if sample.kind == kind]
@@ -121,8 +120,6 @@ def target_stage(settings: SmallTargetSettings, tokenizer: Tokenizer) -> None:
         identity=to_dict(settings),
         may_change=MAY_CHANGE,
     )
-    rounded_to_bfloat16(model)
-    logger.info("As saved: %s", accuracy(model, tokenizer, settings.heldout))
     config = model_config(settings.target, tokenizer.get_vocab_size(), end)
     save_target(model, config, settings.folder / "tokenizer", folder)
 

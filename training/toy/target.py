@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, qwen3
 
 from dflash.adapters import find_adapter
@@ -149,9 +148,3 @@ def save_target(model: nn.Module, config: dict[str, object], tokenizer: Path, fo
         shutil.copyfile(file, folder / file.name)
     write_json(folder / "config.json", config | {"torch_dtype": "bfloat16"})
     write_arrays(folder / "model.safetensors", weights, {"format": "pt"})
-
-
-def rounded_to_bfloat16(model: nn.Module) -> None:
-    """Round the weights in place as saving will; they stay float32."""
-    model.update(tree_map(lambda w: w.astype(mx.bfloat16).astype(mx.float32), model.parameters()))
-    mx.eval(model.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from dflash.evaluation.checks import register_check
@@ -19,9 +19,8 @@ _ANSWER = re.compile(r"^\s*Answer:\s*(-?\d+)\s*\.?\s*$", re.MULTILINE)
 
 
 @register_check("function", "known", "problem")
-def check_answers(pairs: Iterable[tuple[str, dict[str, Any]]]) -> list[bool]:
+def check_answers(answers: Sequence[tuple[str, dict[str, Any]]]) -> list[bool]:
     """Whether each answer is right, in order; each comes with the `Sample.check` of its request."""
-    answers = list(pairs)
     right = [False] * len(answers)
     programs: dict[int, tuple[str, list[list[Any]]]] = {}
     for place, (text, check) in enumerate(answers):

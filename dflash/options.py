@@ -299,6 +299,12 @@ class DecodeOptions:
         return self.temp < GREEDY_BELOW and self.sampler is None
 
     @property
+    def on_texts(self) -> bool:
+        """Whether the target's greedy texts alone say which drafts are right, and all of those are verified."""
+        others = self.asked("max_tokens", "temp", "seed", "stop_token_ids", "prefill_step_size", "policy")
+        return self.greedy and self.policy == "full" and not others
+
+    @property
     def watched(self) -> bool:
         """Whether each block is recorded or timed."""
         return self.trace is not None or self.profile

@@ -101,7 +101,7 @@ def evaluate(
     requests = _requests(prompts, suite, template, limit)
     if decoding.trace and any(len(several or ()) > 1 for several in (drafter, block_size)):
         raise DFlashError("--trace records one drafter; give one, with one block size.")
-    decode = decode or _needs_decoding(decoding)
+    decode = decode or not decoding.on_texts
     if every_anchor and decode:
         raise DFlashError("--every-anchor works on finished texts; leave out --decode and what needs decoding.")
     if batch is not None and not decode:
@@ -161,12 +161,6 @@ def _decoders(
         for name, own in decoders.items()
         for size in dict.fromkeys(block_sizes)
     }
-
-
-def _needs_decoding(decoding: DecodeOptions) -> bool:
-    """Whether the score depends on more than the target's greedy texts."""
-    others = decoding.asked("max_tokens", "temp", "seed", "stop_token_ids", "prefill_step_size", "policy")
-    return bool(not decoding.greedy or decoding.policy != "full" or others)
 
 
 def _show(task: scores.Task, found: scores.Scores, about: dict[str, Any], plot: Path | None, as_json: bool) -> None:

@@ -8,7 +8,7 @@ prompts' own passes left out. Long answers weigh more than short ones, as in eng
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import takewhile
 from sys import maxsize
 from typing import Any, TypeVar
@@ -17,9 +17,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from ..decoding.trace import Record, Trace, together
 from ..drafters.autoregressive import agreeing
-from ..drafters.protocol import Drafter
 from ..generate import DFlashSpeculativeDecoder
 from ..target import LoadedTargetModel
 from .runs import BenchPrompt
@@ -88,13 +86,15 @@ class Drafted:
 
     Args:
         at: The anchor's number in the answer, from 0.
-        verified: Drafts that count: all, but none after a stop token.
+        drafted: Drafts of the block.
+        verified: Those that count: all, but none after a stop token.
         right: Leading drafts that are the text's.
         committed: Tokens of the text that the block would commit.
         chances: The drafter's own acceptance probability of each draft, if it was asked for and has some.
     """
 
     at: int
+    drafted: int
     verified: int
     right: int
     committed: int
@@ -107,7 +107,7 @@ def judged(answer: list[int], ended: bool, at: int, drafted: list[int]) -> Draft
     right = agreeing(drafted, rest)
     committed = min(right + 1, len(rest))
     cut = ended and committed == len(rest)
-    return Drafted(at, min(committed, len(drafted)) if cut else len(drafted), right, committed)
+    return Drafted(at, len(drafted), min(committed, len(drafted)) if cut else len(drafted), right, committed)
 
 
 def counts(blocks: Iterable[Drafted], block_size: int) -> Acceptance:
@@ -124,38 +124,33 @@ def counts(blocks: Iterable[Drafted], block_size: int) -> Acceptance:
 # --- decoding ----------------------------------------------------------------------------------------------
 
 
-def measure_each(
-    target: LoadedTargetModel,
-    drafter: Drafter,
-    prompts: Iterable[list[int]],
-    max_tokens: int,
-    temperature: float = 0.0,
-    block_size: int | None = None,
-    **options: Any,
-) -> Iterator[Acceptance]:
-    """Decode an answer of up to ``max_tokens`` tokens to each prompt and count what was accepted, prompt by prompt.
-
-    Blocks have ``block_size`` positions, by default as many as the drafter has. ``options`` go to
-    :meth:`~dflash.DFlashSpeculativeDecoder.stream_generate`.
+def measure_one(
+    decoder: DFlashSpeculativeDecoder, prompt: list[int], max_tokens: int, temperature: float = 0.0, **options: Any
+) -> tuple[Acceptance, str]:
+    """Decode one answer: its counts, and its text. ``options`` go to ``stream_generate`` of the decoder.
 
     Every draft is verified unless ``options`` has another policy: acceptance is a property of the drafter, not of the
     machine.
     """
+    blocks, committed, text = 0, 0, ""
+    verified, accepted = (np.zeros(decoder.block_size - 1, dtype=np.int64) for _ in range(2))
     options = {"policy": "full"} | options
-    block_size = block_size or drafter.block_size
-    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=block_size, max_seq_length=maxsize)
-    for prompt in prompts:
-        blocks = committed = 0
-        verified, accepted = (np.zeros(block_size - 1, dtype=np.int64) for _ in range(2))
-        for i, response in enumerate(decoder.stream_generate(prompt, max_tokens, temperature, **options)):
-            if i == 0:  # the prompt's own pass, which is no block
-                continue
-            blocks, committed = blocks + 1, committed + len(response.tokens)
-            in_text = len(response.tokens) if response.finish_reason == "stop" else len(response.drafted)
-            verified[: min(in_text, len(response.drafted))] += 1
-            pairs = zip(response.drafted[: response.accepted], response.tokens, strict=False)
-            accepted[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))] += 1
-        yield Acceptance(blocks, committed, verified, accepted)
+    for i, response in enumerate(decoder.stream_generate(prompt, max_tokens, temperature, **options)):
+        text += response.text
+        if i == 0:  # the prompt's own pass, which is no block
+            continue
+        blocks, committed = blocks + 1, committed + len(response.tokens)
+        in_text = len(response.tokens) if response.finish_reason == "stop" else len(response.drafted)
+        verified[: min(in_text, len(response.drafted))] += 1
+        pairs = zip(response.drafted[: response.accepted], response.tokens, strict=False)
+        accepted[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))] += 1
+    return Acceptance(blocks, committed, verified, accepted), text
+
+
+def unlimited(decoder: DFlashSpeculativeDecoder) -> DFlashSpeculativeDecoder:
+    """The same without a longest sequence of its own: prompts without room are left out before."""
+    target, drafter, size = decoder.loaded_target, decoder.draft_model, decoder.block_size
+    return DFlashSpeculativeDecoder(target, drafter, block_size=size, max_seq_length=maxsize)
 
 
 def measure_batch(
@@ -163,12 +158,11 @@ def measure_batch(
 ) -> Iterator[tuple[int, Acceptance, str]]:
     """Decode up to ``batch_size`` answers at a time: a prompt's number, its counts and its text, as each is complete.
 
-    Counts are those of :func:`measure_each`: drafts that a row has beyond its own end, since others needed them, count
+    Counts are those of :func:`measure_one`: drafts that a row has beyond its own end, since others needed them, count
     nothing. What depends on other rows can differ: an elastic drafter's drafts before the end, samples, what a drafter
     learns. ``options`` go to :meth:`~dflash.DFlashSpeculativeDecoder.stream_batch`, whose errors it raises.
     """
-    target, drafter, size = decoder.loaded_target, decoder.draft_model, decoder.block_size
-    decoder = DFlashSpeculativeDecoder(target, drafter, block_size=size, max_seq_length=maxsize)
+    decoder, size = unlimited(decoder), decoder.block_size
     answers, texts, anchors = [list[int]() for _ in prompts], [""] * len(prompts), [0] * len(prompts)
     drafts = [dict[int, list[int]]() for _ in prompts]  # by their anchor's number in the answer
     options = {"policy": "full"} | options
@@ -195,36 +189,20 @@ def measure_turns(
     encode: Callable[[list[dict[str, str]]], list[int]],
     max_tokens: int,
     temperature: float = 0.0,
-    trace: Trace | None = None,
     **options: Any,
 ) -> Iterator[tuple[int, Acceptance]]:
     """Decode an answer to each prompt and to each of its later turns: the prompt's number, and the answer's counts.
 
     ``encode`` makes token ids of the messages so far, the target's own answers among them. A turn for which the target
-    has no room is left out, with a warning. ``options`` as in :func:`measure_each`.
+    has no room is left out, with a warning. ``options`` as in :func:`measure_one`.
     """
-    target, drafter = decoder.loaded_target, decoder.draft_model
-    follow = partial(next_turn, target=target, encode=encode, max_tokens=max_tokens)
-    asked: list[int] = []
-    answer: list[str] = []
-
-    def listen(record: Record) -> None:
-        answer.append(record.get("text", ""))
-
-    def requests() -> Iterator[list[int]]:  # each is taken once the previous one is answered
-        for number, first in enumerate(prompts):
-            prompt: BenchPrompt | None = first
-            while prompt is not None:
-                asked.append(number)
-                answer.clear()
-                yield prompt.tokens
-                prompt = follow(prompt, "".join(answer))
-
-    listener = together(trace, listen if any(prompt.conversation for prompt in prompts) else None)
-    tracing = {} if listener is None else {"trace": listener}
-    each = measure_each(target, drafter, requests(), max_tokens, temperature, decoder.block_size, **options, **tracing)
-    for counts in each:
-        yield asked[-1], counts
+    decoder = unlimited(decoder)
+    for number, first in enumerate(prompts):
+        prompt: BenchPrompt | None = first
+        while prompt is not None:
+            found, text = measure_one(decoder, prompt.tokens, max_tokens, temperature, **options)
+            yield number, found
+            prompt = next_turn(prompt, text, decoder.loaded_target, encode, max_tokens)
 
 
 def in_turns(

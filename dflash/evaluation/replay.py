@@ -35,7 +35,7 @@ _ANCHORS = 64  # blocks of one pass over a text
 def measure_on(
     target: LoadedTargetModel, drafters: Sequence[Drafter], texts: Iterable[Text], features: Features | None = None
 ) -> Iterator[list[Acceptance]]:
-    """For each text the counts of each drafter: those that ``acceptance.measure_each`` finds by decoding."""
+    """For each text the counts of each drafter: those that ``acceptance.measure_one`` finds by decoding."""
     decoders = [DFlashSpeculativeDecoder(target, drafter, max_seq_length=maxsize) for drafter in drafters]
     for found in replay(decoders, texts, features=features):
         yield [counts(blocks, decoder.block_size) for blocks, decoder in zip(found, decoders, strict=True)]
@@ -147,7 +147,7 @@ def _every(
             drafted: Any = proposal.tokens[0].tolist()
             right, verified = agreeing(drafted, rest), min(len(drafted), len(rest))
             stated: Any = None if chances is None else chances[:verified].tolist()
-            blocks.append(Drafted(at, verified, right, min(right + 1, len(rest)), stated))
+            blocks.append(Drafted(at, len(drafted), verified, right, min(right + 1, len(rest)), stated))
         found.append(blocks)
     return found
 

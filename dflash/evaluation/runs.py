@@ -1,11 +1,9 @@
 """Answers with their times: plain mlx_lm and DFlash on the same prompts, alternating."""
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from sys import maxsize
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,7 +12,7 @@ from mlx_lm.generate import generate_step, generation_stream
 
 from ..core.errors import DFlashError, GenerationError, one_line
 from ..decoding.block import Block
-from ..decoding.sampling import GREEDY, LogitsProcessor, RandomState, Sampler
+from ..decoding.sampling import GREEDY, LogitsProcessor, Sampler
 from ..decoding.stream import responses, through_stop
 from ..decoding.text import TextStream
 from ..generate import DFlashSpeculativeDecoder
@@ -24,7 +22,6 @@ from ..target import LoadedTargetModel
 from .identity import Difference, find_difference
 
 PLAIN, DFLASH = "plain mlx_lm", "DFlash"
-PIECE = 16  # tokens of a turn if sides answer together
 
 
 class Step(NamedTuple):
@@ -171,72 +168,21 @@ def _room(max_tokens: int, longest: int | None, prompt: list[int]) -> int:
 
 
 def time_side(side: Side, prompt: list[int], show: Callable[[str], object] | None = None) -> Run:
-    """Let ``side`` answer and take the time; ``show`` gets the text piece by piece."""
-    answer = _Answer(side, prompt, show=show)
-    answer.advance(maxsize)
-    return answer.run()
-
-
-class _Answer:
-    """A side's answer that can be advanced piece by piece, with a random state and a stream of its own.
-
-    Only the side's own time counts. A piece ends when the device has done what the side has asked of it so far.
-    """
-
-    def __init__(
-        self, side: Side, prompt: list[int], seed: int | None = None, show: Callable[[str], object] | None = None
-    ):
-        if seed is not None:
-            mx.random.seed(seed)
-        self.finished, self._random_state = False, RandomState.now()
-        self._stream = mx.default_stream(mx.default_device())
-        self._coming, self._steps, self._show = iter(side(prompt)), list[Step](), show
-        self._tokens, self._seconds, self._request_seconds = 0, 0.0, 0.0
-
-    def advance(self, tokens: int) -> None:
-        """Continue until the answer has ``tokens`` tokens, or ends."""
-        others = mx.default_stream(mx.default_device())
-        mx.set_default_stream(self._stream)  # a generator that waits within mx.stream would leave its own to the others
-        self._random_state.restore()
-        mx.synchronize(generation_stream)  # plain decoding leaves one step more than it needs in flight
-        try:
-            self._advance(tokens)
-        finally:
-            self._random_state, self._stream = RandomState.now(), mx.default_stream(mx.default_device())
-            mx.set_default_stream(others)
-
-    def _advance(self, tokens: int) -> None:
-        while self._tokens < tokens and not self.finished:
-            began = time.perf_counter()
-            step = next(self._coming, None)
-            if step is None:
-                self.finished = True
-                return
-            self._count(time.perf_counter() - began)
-            self._steps.append(step)
-            self._tokens += len(step.tokens)
-            if self._show is not None:
-                self._show(step.text)
+    """Let ``side`` answer and take its own time; ``show`` gets the text piece by piece."""
+    mx.synchronize(generation_stream)  # plain decoding leaves one step more than it needs in flight
+    answer, steps, times = iter(side(prompt)), list[Step](), list[float]()
+    while True:
         began = time.perf_counter()
-        mx.synchronize(self._stream)  # what is in flight is a part of this answer
-        mx.synchronize(generation_stream)
-        self._count(time.perf_counter() - began)
-
-    def _count(self, seconds: float) -> None:
-        self._request_seconds += seconds
-        self._seconds += seconds if self._steps else 0.0
-
-    def close(self) -> None:
-        """Let the side give back what it holds."""
-        if hasattr(self._coming, "close"):
-            self._coming.close()
-
-    def run(self) -> Run:
-        """The answer so far."""
-        blocks = [(len(s.tokens), *s.block) for s in self._steps if s.block]
-        committed, drafted, accepted = ([block[i] for block in blocks] for i in range(3))
-        tokens, text = [token for s in self._steps for token in s.tokens], "".join(s.text for s in self._steps)
-        return Run(tokens, text, self._seconds, committed, drafted, accepted, self._request_seconds)
+        if (step := next(answer, None)) is None:
+            break
+        times.append(time.perf_counter() - began)
+        steps.append(step)
+        if show is not None:
+            show(step.text)
+    tokens, text = [token for step in steps for token in step.tokens], "".join(step.text for step in steps)
+    blocks = [(len(step.tokens), *step.block) for step in steps if step.block]
+    committed, drafted, accepted = ([block[i] for block in blocks] for i in range(3))
+    return Run(tokens, text, sum(times[1:]), committed, drafted, accepted, sum(times))
 
 
 def compare(
@@ -250,17 +196,12 @@ def compare(
     seed: int = 0,
     on_failure: Callable[[DFlashError], object] | None = None,
     threads: DecodeThreads | None = None,
-    together: bool = False,
 ) -> Iterator[dict[str, PromptResult]]:
     """Answer every prompt ``runs`` times by plain decoding and each drafter, alternating; who is first changes.
 
     Before that, each side answers the first prompt once, uncounted. Yields the results of a prompt by the name of
     the drafter. Unless ``greedy``, tokens are not compared: rounding can change which token is sampled. All sides
     answer with the number of BLAS threads that ``threads`` chose before the first prompt.
-
-    With ``together`` the sides alternate after every ``PIECE`` tokens, not after whole answers, so that all of them
-    see the same changes in the speed of a shared machine. Each piece pays a little for what the previous one left in
-    the processor's caches, so the order is random in each turn.
 
     Raises ``DFlashError``, naming side and prompt, if one side fails; with ``on_failure`` the error is passed to that
     function instead, and the next prompt follows.
@@ -275,7 +216,7 @@ def compare(
                 if not warm:
                     _alternate(sides, prompt, i, 1, seed)
                 warm = True
-                done = _alternate(sides, prompt, i, runs, seed, together)
+                done = _alternate(sides, prompt, i, runs, seed)
         except DFlashError as error:
             if on_failure is None:
                 raise
@@ -290,26 +231,20 @@ def compare(
 
 
 def _alternate(
-    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int, together: bool = False
+    sides: Mapping[str, Side], prompt: BenchPrompt, number: int, runs: int, seed: int
 ) -> dict[str, list[Run]]:
-    """Every side's runs of one prompt; a turn is a whole answer or, with ``together``, a piece of one."""
+    """Every side's runs of one prompt."""
     done: dict[str, list[Run]] = {name: [] for name in sides}
     for run in range(runs):
-        answers: dict[str, _Answer] = {}
-        length, turn = 1 if together else maxsize, number + run
-        try:
-            while coming := [name for name in sides if name not in answers or not answers[name].finished]:
-                for name in random.Random(turn).sample(coming, len(coming)) if together else rotated(coming, turn):
-                    with _failures_named(name, number + 1):
-                        if name not in answers:
-                            answers[name] = _Answer(sides[name], prompt.tokens, seed + run)
-                        answers[name].advance(length)
-                length, turn = length + PIECE, turn + 1
-        finally:
-            for answer in answers.values():
-                answer.close()
-        for name in sides:
-            done[name].append(_checked(answers[name].run(), name, number + 1))
+        for name in rotated([*sides], number + run):
+            mx.random.seed(seed + run)
+            try:
+                found = time_side(sides[name], prompt.tokens)
+            except Exception as error:  # whatever a model, a kernel or another package's drafter raises
+                raise DFlashError(f"{name} failed on prompt {number + 1}: {one_line(error)}") from error
+            if not found.tokens:
+                raise DFlashError(f"{name} wrote nothing for prompt {number + 1}.")
+            done[name].append(found)
     return done
 
 
@@ -317,17 +252,3 @@ def rotated(names: Sequence[str], turn: int) -> list[str]:
     """The order of ``names`` in a turn: another one is first in each, so that no side always is."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
-
-
-@contextmanager
-def _failures_named(name: str, number: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # whatever a model, a kernel or another package's drafter raises
-        raise DFlashError(f"{name} failed on prompt {number}: {one_line(error)}") from error
-
-
-def _checked(run: Run, name: str, number: int) -> Run:
-    if not run.tokens:
-        raise DFlashError(f"{name} wrote nothing for prompt {number}.")
-    return run

@@ -76,7 +76,7 @@ def test_the_score_on_texts_is_that_of_decoding(asked, tmp_path):
     ],
 )  # fmt: skip
 def test_what_needs_decoding_decodes(asked, monkeypatch, options, decodes):
-    wrong = ("dflash.evaluation.texts.write", acceptance.__name__ + ".measure_each")[not decodes]
+    wrong = ("dflash.evaluation.texts.write", acceptance.__name__ + ".measure_turns")[not decodes]
     monkeypatch.setattr(wrong, lambda *_, **__: pytest.fail(wrong))
     assert score_of(*asked, *options)["settings"]["decode"] is decodes
     if decodes:
@@ -174,13 +174,13 @@ def test_limit_and_template_choose_and_make_the_prompts(asked, tmp_path):
 
 
 def test_ctrl_c_leaves_the_score_of_what_was_answered(asked, monkeypatch):
-    true_each = acceptance.measure_each
+    true_turns = acceptance.measure_turns
 
     def interrupted(*args, **options):
-        yield next(true_each(*args, **options))
+        yield next(true_turns(*args, **options))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(acceptance, "measure_each", interrupted)
+    monkeypatch.setattr(acceptance, "measure_turns", interrupted)
     result = invoke(*asked, "--decode")
     assert result.exit_code == 130
     assert "prompts 1, " in result.stdout

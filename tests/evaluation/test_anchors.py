@@ -11,11 +11,14 @@ from dflash.evaluation.anchors import anchor_results, render_anchors
 
 def test_positions_places_and_calibration_count_what_was_reached():
     first = [
-        Drafted(0, verified=3, right=2, committed=3, chances=[0.95, 0.91, 0.12]),
-        Drafted(1, verified=3, right=0, committed=1, chances=[0.35, 0.99, 0.99]),
-        Drafted(20, verified=1, right=1, committed=1, chances=[0.92]),
+        Drafted(0, drafted=3, verified=3, right=2, committed=3, chances=[0.95, 0.91, 0.12]),
+        Drafted(1, drafted=3, verified=3, right=0, committed=1, chances=[0.35, 0.99, 0.99]),
+        Drafted(20, drafted=3, verified=1, right=1, committed=1, chances=[0.92]),
     ]
-    second = [Drafted(0, verified=3, right=3, committed=4), Drafted(300, verified=0, right=0, committed=1)]
+    second = [
+        Drafted(0, drafted=3, verified=3, right=3, committed=4),
+        Drafted(300, drafted=3, verified=0, right=0, committed=1),
+    ]
     found = anchor_results([first, second], 5)
     assert found["anchors"] == 5
     rows = [(row["position"], row["reached"]) for row in found["by_position"]]

@@ -46,7 +46,8 @@ def test_shares_that_cannot_be_are_one_line(text):
         acceptance_of(text)
 
 
-def test_doctor_predicts_for_a_target_and_refuses_before_it_loads():
+def test_doctor_predicts_for_a_target_and_refuses_before_it_loads(monkeypatch):
+    monkeypatch.setattr("dflash.evaluation.doctor._ROUNDS", 1)
     answer = invoke("doctor", "--target", "bundled", "--acceptance", "0.9,0.8,0.7")
     assert answer.exit_code == 0, answer.stderr
     table = answer.stdout[answer.stdout.index("predicted speed-up") :]

@@ -1,7 +1,6 @@
 """Runs are fair and say who failed: alternation, identity, sampling, room for the answer."""
 
 from contextlib import contextmanager
-from operator import eq
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -70,37 +69,6 @@ def test_a_pass_before_the_first_token_is_time_of_the_whole_request_alone(monkey
     assert (total["ratio"]["median"], total["request_ratio"]["median"]) == (pytest.approx(2 / 3), 1.0)
 
 
-def test_sides_that_answer_together_alternate_by_pieces_and_sample_each_for_itself():
-    """With the same seed they write what they would write alone."""
-    calls: list[str] = []
-
-    def side(name: str):
-        def answer(prompt):
-            for i in range(100):
-                calls.append(name)
-                yield bench.Step([mx.random.randint(0, 200, (1,)).item()], "x", (0, 0) if i else None)
-
-        return answer
-
-    def answers(together: bool) -> bench.PromptResult:
-        target, sides = writer("x").loaded_target, (side("p"), side("d"))
-        return compared(target, *sides, PROMPTS[:1], greedy=False, seed=3, together=together)[0]
-
-    alone = answers(together=False)
-    calls.clear()
-    together = answers(together=True)
-    assert together.difference is None  # sampled tokens are not compared
-    assert together.plain[0].tokens == together.dflash[0].tokens == alone.plain[0].tokens == alone.dflash[0].tokens
-    assert len(calls) == 400  # of them 200 to warm up
-    starts = range(202, 400, 2 * runs.PIECE)
-    turns = [calls[200:202], *(calls[i : i + 2 * runs.PIECE] for i in starts)]  # a token each, then a piece each
-    assert all(len(turn) == 2 * turn.count("p") == 2 * turn.index({"p": "d", "d": "p"}[turn[0]]) for turn in turns)
-    first = [turn[0] for turn in turns]
-    assert set(first) == {"p", "d"}, "neither is always first"
-    assert any(map(eq, first, first[1:])), "nor do they take turns: that would be a rhythm of its own"
-    assert 0 < together.plain[0].seconds < together.plain[0].request_seconds
-
-
 def test_a_difference_is_found_with_position_tokens_and_margin():
     decoder = writer("hello")
     text = decoder.tokenizer.encode("hello")
@@ -127,10 +95,9 @@ GOOD, SILENT = scripted_side("g", [1, 2], []), scripted_side("s", [], [])
         ((SILENT, GOOD), "^plain mlx_lm wrote nothing for prompt 1"),
     ],
 )
-@pytest.mark.parametrize("together", [False, True])
-def test_a_failing_side_is_an_error_that_names_side_and_prompt(sides, message, together):
+def test_a_failing_side_is_an_error_that_names_side_and_prompt(sides, message):
     with pytest.raises(DFlashError, match=message):
-        compared(writer("x").loaded_target, *sides, together=together)
+        compared(writer("x").loaded_target, *sides)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 17, 60])

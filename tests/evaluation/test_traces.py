@@ -10,7 +10,7 @@ from support.models import writer
 
 from dflash.core.errors import DataError, DFlashError
 from dflash.evaluation import traces as t
-from dflash.evaluation.acceptance import measure_each
+from dflash.evaluation.acceptance import measure_one
 from dflash.evaluation.statistics import Ratio
 
 
@@ -106,7 +106,7 @@ def test_acceptance_of_a_real_trace_is_that_of_eval(tmp_path):
     decoder.generate([65, 66], trace=path)
     tables = t.read_traces(path)
     decoder.draft_model.random.seed(0)
-    (counts,) = measure_each(decoder.loaded_target, decoder.draft_model, [[65, 66]], 200, policy="full")
+    counts, _ = measure_one(decoder, [65, 66], 200)
     assert t.acceptance_length(tables.blocks).value == counts.length
     survival = t.survival(tables.drafts)
     assert survival.blocks.tolist() == counts.verified[counts.verified > 0].tolist()

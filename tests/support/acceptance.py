@@ -1,9 +1,11 @@
 """The acceptance of several prompts together."""
 
+from sys import maxsize
 from typing import Any
 
+from dflash import DFlashSpeculativeDecoder
 from dflash.drafters.protocol import Drafter
-from dflash.evaluation.acceptance import Acceptance, measure_each, total
+from dflash.evaluation.acceptance import Acceptance, measure_one, total
 from dflash.target import LoadedTargetModel
 
 
@@ -11,4 +13,5 @@ def measure(
     target: LoadedTargetModel, drafter: Drafter, prompts: list[list[int]], count: int, **options: Any
 ) -> Acceptance:
     """Counts over answers of up to ``count`` tokens, by decoding."""
-    return total(measure_each(target, drafter, prompts, count, **options), drafter.block_size)
+    decoder = DFlashSpeculativeDecoder(target, drafter, max_seq_length=maxsize)
+    return total((measure_one(decoder, prompt, count, **options)[0] for prompt in prompts), decoder.block_size)

@@ -24,7 +24,9 @@ from ..core.settings import key_of, to_dict
 from ..drafters.combined import PREFIX as COMBINED
 from ..drafters.combined import own_name
 from ..drafters.kinds import needs_no_files
+from ..evaluation.acceptance import Drafted
 from ..evaluation.runs import Run
+from ..evaluation.texts import Text
 from ..generate import PAIR
 from ..options import option_names
 from ..training.data.dataset import dataset_fingerprint, open_dataset, read_manifest
@@ -137,13 +139,13 @@ def _digest(value: Mapping[str, Any] | Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt's timed :class:`~dflash.evaluation.Run`, as it is kept.
+    """One prompt's :class:`~dflash.evaluation.Run` as it is kept, or what a text of the target says of it, untimed.
 
     ``at`` names the process that measured it. Speeds measured by one process can be compared.
     """
 
     tokens: list[int]
-    seconds: float
+    seconds: float | None
     committed: list[int]
     drafted: list[int]
     accepted: list[int]
@@ -154,10 +156,16 @@ class Answer:
         """The answer of a timed run."""
         return cls(run.tokens, round(run.seconds, 6), run.committed, run.drafted, run.accepted, at)
 
+    @classmethod
+    def on_text(cls, text: Text, blocks: Sequence[Drafted], at: str) -> "Answer":
+        """The target's text, with the blocks that decoding it would verify."""
+        committed, drafted = [block.committed for block in blocks], [block.drafted for block in blocks]
+        return cls(text.answer, None, committed, drafted, [block.right for block in blocks], at)
+
     @property
     def speed(self) -> float:
-        """Tokens after the first per second since the first; not a number for an answer of one token."""
-        return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 and self.seconds > 0 else float("nan")
+        """Tokens after the first per second since the first; not a number for one token, or where nothing was timed."""
+        return (len(self.tokens) - 1) / self.seconds if len(self.tokens) > 1 and self.seconds else float("nan")
 
 
 class Answers(dict[str, Answer]):

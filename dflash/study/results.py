@@ -101,8 +101,8 @@ def collect(plan: Plan) -> list[CellAnswers]:
 
 
 def sessions_of(cells: Sequence[CellAnswers]) -> set[str]:
-    """The processes that measured these answers."""
-    return {answer.at for cell in cells for answer in [*cell.answers, *cell.plain]}
+    """The processes that timed these answers."""
+    return {a.at for cell in cells for a in [*cell.answers, *cell.plain] if a.seconds is not None}
 
 
 def _speeds(answers: Sequence[Answer]) -> Floats:

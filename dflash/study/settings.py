@@ -79,7 +79,9 @@ class Study(Checked):
         "product", "all combinations, or each factor alone around the first value of all"
     )
     seeds: tuple[int, ...] = setting((0,), "each cell once with each: weights, data, and sampling if there is any")
-    plain: bool = setting(True, "decode plainly with mlx_lm too, alternately, to compare speed and text")
+    plain: bool = setting(
+        True, "decode plainly with mlx_lm too, alternately, to compare speed and text; false: speed is no question"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

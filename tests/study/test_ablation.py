@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from support.cli import assert_one_error, invoke
 
-from dflash import load_target
+from dflash import DecodeOptions, load_target
 from dflash.core.errors import DFlashError
 from dflash.core.files import exclusive_lock, write_json
 from dflash.core.settings import from_dict
 from dflash.drafters.checkpoints.checkpoint import save_drafter
-from dflash.study import ablate, ablation, collect, effects, load_study, write_results
+from dflash.study import Study, ablate, ablation, collect, effects, load_study, write_results
 from dflash.study.ablation import open_plan
 from dflash.study.cache import FINISHED
 from dflash.target.identity import target_fingerprint
@@ -111,17 +111,45 @@ def test_cells_alternate_and_another_is_first_on_each_prompt(make):
     assert [keys for _, keys in plan.turns()] == [[a, b, c], [b, c, a], [c, a, b]]
 
 
-@pytest.mark.parametrize("interrupted", ["train", "time_side"])
-def test_ctrl_c_says_that_the_same_command_continues(write, monkeypatch, interrupted):
+def test_ctrl_c_says_that_the_same_command_continues(write, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
+    file = write(cache_features=True)
+    for interrupted in ("train", "time_side"):
+        with monkeypatch.context() as patched:
+            patched.setattr(ablation, interrupted, stop)
+            result = invoke("ablate", file)
+        assert result.exit_code == 130
+        assert re.search(r"Stopped. What is finished stays in .*study; the same command continues.", result.stderr)
+    assert all(cell.row()["complete"] for cell in collect(ablate(load_study(file))))
+
+
+def test_cells_without_a_speed_are_scored_on_texts_with_the_blocks_of_decoding(tmp_path, monkeypatch):
+    """Of the bundled pair, whose first answer ends with a stop token."""
+
+    def study(name: str, limit: int = 1) -> Study:
+        values = {"folder": str(tmp_path / name), "plain": False, "vary": {"decode.policy": ["full", "adaptive"]}}
+        values |= {"prompts": {"some": {"limit": limit}}, "decode": {"max_tokens": 68, "block_size": 8}}
+        return from_dict(Study, values, name)
+
+    scored = ablate(study("scored"))
     with monkeypatch.context() as patched:
-        patched.setattr(ablation, interrupted, stop)
-        result = invoke("ablate", write(cache_features=True))
-    assert result.exit_code == 130
-    assert re.search(r"Stopped. What is finished stays in .*study; the same command continues.", result.stderr)
-    assert all(cell.row()["complete"] for cell in collect(ablate(load_study(write(cache_features=True)))))
+        patched.setattr(DecodeOptions, "on_texts", False)
+        decoded = ablate(study("decoded"))
+    before = done(decoded.folder)
+    for cell, other in zip(collect(scored), collect(decoded), strict=True):
+        full = cell.planned.cell.options["policy"] == "full"
+        assert (cell.row()["tokens_per_s"] is None) == full
+        assert cell.row()["acceptance_length"] == other.row()["acceptance_length"] > 2
+        for one, two in zip(cell.answers, other.answers, strict=True):
+            accepted = [min(pair) for pair in zip(two.accepted, two.committed, strict=True)]  # none after a stop token
+            assert one == dataclasses.replace(two, seconds=one.seconds, at=one.at, accepted=accepted)
+            assert (one.seconds is None) == full
+    assert len(scored.target.stop_token_ids().intersection(cell.answers[0].tokens)) == 1
+    assert {effect.metric for effect in effects(scored, collect(scored))} == {"acceptance_length"}
+    ablate(study("decoded", 2))
+    assert before.items() <= done(decoded.folder).items(), "what was decoded stays"
 
 
 def test_two_processes_cannot_share_a_folder(make):
@@ -176,13 +204,16 @@ def test_features_are_cached_once_for_all_that_read_the_same_layers_and_change_n
             }
         },
         "prompts": {"one": {"file": str(place / "prompts.jsonl"), "limit": 1}},
+        "train": {"run.steps": 1},
         "plain": False,
     }
     plan = ablate(make(cache_features=True, **changes))
     assert len(list((plan.folder / "features").iterdir())) == 2
-    direct = ablate(dataclasses.replace(make(**changes), folder=plan.folder / "direct"))
-    for cached, computed in zip(collect(plan), collect(direct), strict=True):
-        assert cached.row()["acceptance_length"] == computed.row()["acceptance_length"]
+    some = [cell.name for cell in plan.cells[1:3]]
+    direct = ablate(dataclasses.replace(make(**changes), folder=plan.folder / "direct"), some)
+    for cell in direct.cells:
+        one, other = (where.run_folder(cell.training) / "drafter" / "model.safetensors" for where in (plan, direct))
+        assert one.read_bytes() == other.read_bytes()
 
     more = open_plan(make(cache_features=True, seeds=[0, 1], **changes))
     shared, other = sorted(more.feature_recipes(), key=lambda recipe: len(recipe.drafter.target_layer_ids))[::-1]
@@ -234,8 +265,13 @@ def test_only_drafters_that_are_still_to_be_trained_read_features_of_the_users_o
 # --- the command ----------------------------------------------------------------------------------------------
 
 
-def test_the_command_leaves_tables_plots_and_commands_that_make_a_cell_again(write, tmp_path):
+def test_the_command_says_what_is_left_and_leaves_tables_plots_and_commands_that_make_a_cell_again(write, tmp_path):
     file = write()
+    before = json.loads(invoke("ablate", file, "--dry-run", "--json").stdout)
+    assert [(cell["steps"], cell["of_steps"], cell["answers"]) for cell in before["cells"]] == [(0, 3, 0)] * 4
+    assert before["left"] == {"cells": 4, "drafters": 2, "answers": 15, "first_training_seconds": None}
+    assert not (tmp_path / "study").exists()
+
     result = invoke("ablate", file, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -256,14 +292,6 @@ def test_the_command_leaves_tables_plots_and_commands_that_make_a_cell_again(wri
     assert_one_error(invoke("ablate", file, "--only", "nobody"), "The study has no cell 'nobody'")
     assert "pairs agree: of the pairs of drafters that differ in the factor alone" in invoke("ablate", file).stdout
 
-
-def test_a_dry_run_prints_cells_and_what_is_left_and_trains_nothing(write, tmp_path):
-    file = write()
-    before = json.loads(invoke("ablate", file, "--dry-run", "--json").stdout)
-    assert [(cell["steps"], cell["of_steps"], cell["answers"]) for cell in before["cells"]] == [(0, 3, 0)] * 4
-    assert before["left"] == {"cells": 4, "drafters": 2, "answers": 15, "first_training_seconds": None}
-    assert not (tmp_path / "study").exists()
-    assert invoke("ablate", file).exit_code == 0
     after = json.loads(invoke("ablate", file, "--dry-run", "--json").stdout)
     assert [(cell["steps"], cell["answers"]) for cell in after["cells"]] == [(3, 3)] * 4
     assert (after["left"]["cells"], after["left"]["drafters"], after["left"]["answers"]) == (0, 0, 0)

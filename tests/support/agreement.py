@@ -1,4 +1,4 @@
-"""Whether a drafter of the package and its NumPy reference agree: the same weights, prompts, acceptance and tokens."""
+"""Whether a drafter of the package and its reference agree: the same weights, prompts, acceptance and tokens."""
 
 from dataclasses import asdict
 from itertools import product
@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
-from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Proposal
+from dflash.core.files import flat
 from dflash.decoding.sampling import DrawingSampler
 from dflash.decoding.speculative import speculative_sampling
 from dflash.decoding.verify import sample_target
 
 from . import reference
+from .kinds import random_drafter
 from .models import qwen3_model
-
-KNOWN = [1, 2, 3, 5, 8, 13, 21]  # the target's ids of a reduced vocabulary
+from .reference_kinds import DENSE
+from .statistics import chi_square_limit
 
 
 class Pair(NamedTuple):
@@ -26,22 +27,27 @@ class Pair(NamedTuple):
     target: LoadedTargetModel
     drafter: Any
     dense_target: reference.DenseTarget
-    dense: Any
+    dense: reference.DenseDrafter
 
 
-def pair_of(drafter, dense_drafter: type[reference.DenseDrafter], seed: int, vocab: int, **target_changes) -> Pair:
-    """``drafter``, bound to a target, and its reference; even seeds tie the target's head."""
-    model = qwen3_model(seed, vocab, tied=seed % 2 == 0, **target_changes)
+def pair_of(kind: str, seed: int, vocab: int = 24, target_changes: dict[str, Any] | None = None, **changes) -> Pair:
+    """A random drafter, bound to a target, and its reference; even seeds tie the target's head."""
+    drafter = random_drafter(kind, seed, vocab, **changes)
+    model = qwen3_model(seed, vocab, tied=seed % 2 == 0, **target_changes or {})
     target = LoadedTargetModel(model)
     drafter.bind(target)
     dense_target = reference.DenseTarget(numpy_weights(model), asdict(model.args))
-    dense = dense_drafter(numpy_weights(drafter), asdict(drafter.config), dense_target)
-    dense.known = KNOWN if drafter.config.draft_vocab_size else None
-    return Pair(target, drafter, dense_target, dense)
+    return Pair(target, drafter, dense_target, dense_of(kind, drafter, dense_target))
+
+
+def dense_of(kind: str, drafter, dense_target: reference.DenseTarget) -> reference.DenseDrafter:
+    """The reference with the weights of ``drafter``."""
+    known = None if drafter.token_ids is None else drafter.token_ids.tolist()
+    return DENSE[kind](numpy_weights(drafter), asdict(drafter.config), dense_target, known)
 
 
 def numpy_weights(model) -> dict[str, np.ndarray]:
-    return {name: np.array(w).astype(np.float64) for name, w in tree_flatten(model.parameters())}
+    return {name: np.array(w).astype(np.float64) for name, w in flat(model.parameters()).items()}
 
 
 def prompt_of(length: int, vocab: int) -> list[int]:
@@ -72,6 +78,22 @@ def context_of(pair: Pair, length: int) -> tuple[np.ndarray, Any]:
     return features_of(pair.dense_target, pair.drafter, tokens), feed_in_pieces(pair.target, pair.drafter, tokens)
 
 
+def assert_follows(proposal: Proposal, block: reference.Block, known: list[int] | None, tolerance: float) -> None:
+    """Tokens, logits (or candidates and their scores) and confidences are the reference's."""
+    logits = np.stack(block.scores or block.logits)
+    candidates = block.candidates or (None if known is None else [known] * len(logits))
+    assert proposal.tokens[0].tolist() == block.tokens
+    assert (None if proposal.candidates is None else proposal.candidates[0].tolist()) == candidates
+    logits = logits[:, known] if known is not None and not block.candidates else logits
+    np.testing.assert_allclose(np.array(proposal.logits[0]), logits, atol=tolerance, rtol=1e-4)
+    if proposal.log_q is not None:
+        assert proposal.acceptance_chances() is None, "a confidence would read what was sampled"
+        return
+    assert (proposal.confidence is None) == (not block.confidence)
+    if block.confidence:
+        np.testing.assert_allclose(np.array(proposal.confidence[0]), block.confidence, atol=1e-4)
+
+
 def assert_same_blocks(pair: Pair, prompt: int, count: int, block_size: int | None = None, kinds: int = 3) -> None:
     """``count`` tokens in the reference's blocks, with at least ``kinds`` different lengths among them."""
     target, drafter, dense_target, dense = pair
@@ -88,13 +110,13 @@ def assert_same_blocks(pair: Pair, prompt: int, count: int, block_size: int | No
 
 
 def assert_pairs_are_exact(
-    monkeypatch: pytest.MonkeyPatch, target: LoadedTargetModel, drafter, temp: float, flatter: float, limit: float
+    monkeypatch: pytest.MonkeyPatch, target: LoadedTargetModel, drafter, temp: float, flatter: float
 ) -> None:
     """Speculative sampling, chi-square over all pairs of next tokens, against the target's own probabilities.
 
     The target's logits are divided by ``flatter``, so that every pair occurs.
     """
-    vocab, draws, sampler, anchor = target.vocab_size, 1500, DrawingSampler(temp), 2
+    vocab, draws, sampler, anchor = target.vocab_size, 700, DrawingSampler(temp), 2
     prompt, cache = prompt_of(6, vocab), drafter.make_cache()
     _, features = target.forward_with_hidden_states(mx.array([prompt]), None, drafter.target_layer_ids)
     drafter.extend_context(features, cache, mx.array([prompt]))
@@ -119,4 +141,4 @@ def assert_pairs_are_exact(
     expected = draws * first[:, None] * second
     assert 0.2 * draws < accepted < 1.8 * draws, "always right or always wrong; the comparison means nothing"
     assert expected.min() > 5
-    assert ((counts - expected) ** 2 / expected).sum() < limit
+    assert ((counts - expected) ** 2 / expected).sum() < chi_square_limit(vocab**2 - 1)

@@ -1,12 +1,11 @@
-"""The drafter's loss and its gradients as a dense float64 implementation, written from the design alone.
+"""The loss of a drafter of any kind and its gradients in float64, on the formulas of :mod:`.reference` alone.
 
-It takes each document of a pack by itself, without padding: one explicit mask over all context and block keys,
-every product and norm spelled out, targets and weights found one position at a time.
+It takes each block of each document by itself, without padding; targets and weights are found one position at a time.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,8 +17,13 @@ from mlx.utils import tree_flatten
 from support.models import HIDDEN, LAYERS, draft_config, randomize
 
 from dflash import DFlashDraftModel
+from dflash.core.files import flat
+from dflash.drafters.kinds import kind_of
 from dflash.training.drafters.loss import Batch, drafter_loss
 from dflash.training.drafters.objectives import ObjectiveSettings
+
+from .reference import Block
+from .reference_kinds import DENSE
 
 VOCAB, GAMMA = 29, 3.0
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -106,120 +110,74 @@ def loss_and_gradients(model: DFlashDraftModel, documents: list[Document], objec
 # --- the dense implementation -----------------------------------------------------------------------------
 
 
-def norm(x, weight, eps):
-    return x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+class Borrowed:
+    """The embedding and head of a :class:`RandomTarget` in float64."""
 
+    def __init__(self, target: RandomTarget):
+        self.table, self.matrix = (x.astype(mx.float64) for x in (target.table, target.matrix))
 
-def rotated(x_HLD, positions, theta):
-    half = x_HLD.shape[-1] // 2
-    angles = np.outer(positions, theta ** (-np.arange(half) / half))
-    cos, sin = mx.array(np.cos(angles), mx.float64), mx.array(np.sin(angles), mx.float64)
-    first, second = x_HLD[..., :half], x_HLD[..., half:]
-    return mx.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+    def embed(self, tokens):
+        return self.table[mx.array(tokens)]
 
-
-def visible_keys(config, layer: int, length: int, anchors: list[int]) -> np.ndarray:
-    """``[A * B, S + A * B]``: which keys of the context and of all blocks are visible to each query."""
-    size, sliding = config.block_size, config.layer_types[layer] == SLIDING
-    causal = sliding if config.is_causal is None else config.is_causal
-    visible = np.zeros((len(anchors) * size, length + len(anchors) * size), bool)
-    for block, anchor in enumerate(anchors):
-        for i in range(size):
-            row, t = block * size + i, anchor + i
-            for s in range(anchor):
-                visible[row, s] = not sliding or s > t - config.sliding_window
-            for j in range(size):
-                visible[row, length + block * size + j] = not causal or j <= i
-    return visible
-
-
-def unmixed(p, part: str, side: int, u_LE, x_LE):
-    """What a DFlash layer does before (side 0) and after (1) its attention or MLP, which read ``u_LE``: nothing."""
-    return x_LE
-
-
-def one_context(w, p, layer: int, config, d: Document):
-    """What a layer sees of the features ``[S, E]``, and its projections to keys and values: those of a block."""
-    context = norm(mx.array(d.features, mx.float64) @ w["fc.weight"].T, w["hidden_norm.weight"], config.rms_norm_eps)
-    return context, p["self_attn.k_proj.weight"], p["self_attn.v_proj.weight"]
-
-
-def dense_hidden(w, config, table, d: Document, mixed=unmixed, context_of=one_context):
-    """Final hidden states ``[A * B, E]`` of all blocks of one document."""
-    size, heads, kv_heads = config.block_size, config.num_attention_heads, config.num_key_value_heads
-    length, eps, theta = len(d.tokens), config.rms_norm_eps, config.rope_theta
-    at = np.array([a + i for a in d.anchors for i in range(size)])
-    inputs = [t for a in d.anchors for t in [d.tokens[a]] + [config.mask_token_id] * (size - 1)]
-
-    def split(x_LE, count):
-        return x_LE.reshape(len(x_LE), count, -1).transpose(1, 0, 2)
-
-    x = table[mx.array(inputs)] * config.input_embedding_scale
-    for layer in range(config.num_hidden_layers):
-        p = {k.removeprefix(f"layers.{layer}."): v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
-        u = norm(x, p["input_layernorm.weight"], eps)
-        y = mixed(p, "attention", 0, u, u)
-        context, k_proj, v_proj = context_of(w, p, layer, config, d)
-        positions = np.concatenate([np.arange(length), at])
-        q = norm(split(y @ p["self_attn.q_proj.weight"].T, heads), p["self_attn.q_norm.weight"], eps)
-        k = mx.concatenate([context @ k_proj.T, y @ p["self_attn.k_proj.weight"].T])
-        k = norm(split(k, kv_heads), p["self_attn.k_norm.weight"], eps)
-        v = split(mx.concatenate([context @ v_proj.T, y @ p["self_attn.v_proj.weight"].T]), kv_heads)
-        q, k = rotated(q, at, theta), rotated(k, positions, theta)
-        k, v = (mx.repeat(z, heads // kv_heads, axis=0) for z in (k, v))
-        scores = q @ k.transpose(0, 2, 1) / math.sqrt(config.head_dim)
-        scores = mx.where(mx.array(visible_keys(config, layer, length, d.anchors)), scores, -1e300)
-        out = mx.softmax(scores, axis=-1) @ v
-        out = out.transpose(1, 0, 2).reshape(len(at), -1) @ p["self_attn.o_proj.weight"].T
-        x = x + mixed(p, "attention", 1, u, out)
-        u = norm(x, p["post_attention_layernorm.weight"], eps)
-        y = mixed(p, "mlp", 0, u, u)
-        gate = y @ p["mlp.gate_proj.weight"].T
-        out = (gate / (1 + mx.exp(-gate)) * (y @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
-        x = x + mixed(p, "mlp", 1, u, out)
-    return norm(x, w["norm.weight"], eps)
-
-
-def dense_logits(w, config, table, matrix, d: Document, context_of=one_context):
-    """Logits ``[A, B, V]`` of all blocks of one document."""
-    hidden = dense_hidden(w, config, table, d, context_of=context_of)
-    return logits_of(hidden, config, matrix).reshape(len(d.anchors), config.block_size, -1)
-
-
-def logits_of(hidden, config, matrix):
-    logits, cap = hidden @ matrix.T * config.output_multiplier, config.final_logit_softcapping
-    return logits if cap is None else cap * mx.tanh(logits / cap)
+    def head(self, hidden):
+        return hidden @ self.matrix.T
 
 
 def log_softmax(x):
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
-def dense_loss_and_gradients(
-    model: DFlashDraftModel, documents: list[Document], objective: ObjectiveSettings, context_of=one_context
-):
+def predictions(model: DFlashDraftModel, documents: list[Document], weights=None):
+    """For each prediction that counts: its number in the block, its token, the target's logits, the taught block."""
+    if weights is None:
+        weights = {name: w.astype(mx.float64) for name, w in flat(model.trainable_parameters()).items()}
+    drafts, target = model.block_size - 1, Borrowed(model.target)
+    dense = DENSE[kind_of(model)](weights, asdict(model.config), target)
+    for d in documents:
+        of_target = target.head(mx.array(d.hidden, mx.float64))
+        hidden_ALE = dense.hidden(d.features, d.anchors, [d.tokens[anchor] for anchor in d.anchors])
+        for number, anchor in d.blocks():
+            following = [*d.tokens[anchor + 1 :], *[0] * drafts][:drafts]
+            block = dense.walk(hidden_ALE[number], d.tokens[anchor], following)
+            for i in range(drafts):
+                if not d.wrote(anchor + 1 + i):
+                    break
+                yield i, following[i], of_target[anchor + i], block
+
+
+def miss(objective: ObjectiveSettings, i: int, token: int, of_target, block: Block, base_weight: float):
+    """The loss of one prediction with what its kind adds."""
+    q, base, p = (log_softmax(x) for x in (block.logits[i], block.base[i], of_target))
+    if block.candidates:
+        found = block.candidates[i].index(token) if token in block.candidates[i] else None
+        chosen = 0.0 if found is None else log_softmax(block.scores[i])[found]
+        return -base[token] - objective.auxiliary_weight * chosen
+    if objective.kind == "l1":
+        distance = mx.abs(mx.exp(p) - mx.exp(q)).sum()
+        c, accepted = block.confidence[i], mx.stop_gradient(1 - distance / 2)
+        surprise = -accepted * mx.log(c) - (1 - accepted) * mx.log(1 - c)
+        own = objective.l1_weight * distance - (1 - objective.l1_weight) * q[token]
+        return own + objective.auxiliary_weight * surprise
     kl = {"cross_entropy": 0.0, "kl": 1.0, "mix": objective.kl_weight}[objective.kind]
-    config, borrowed = model.config, model.target
+    divergence = (mx.exp(p) * (p - q)).sum()
+    return kl * divergence - (1 - kl) * ((1 - base_weight) * q[token] + base_weight * base[token])
+
+
+def dense_loss_and_gradients(
+    model: DFlashDraftModel, documents: list[Document], objective: ObjectiveSettings, base_weight: float = 0.0
+):
+    """The weighted mean over predictions; ``base_weight`` of a cross-entropy is that of the uncorrected logits."""
     with mx.stream(mx.cpu):  # no other device has float64
-        table, matrix = borrowed.table.astype(mx.float64), borrowed.matrix.astype(mx.float64)
-        weights = {k: v.astype(mx.float64) for k, v in tree_flatten(model.trainable_parameters())}
 
         def loss(weights):
             total, counted = mx.array(0.0, mx.float64), 0.0
-            for d in documents:
-                drafted = log_softmax(dense_logits(weights, config, table, matrix, d, context_of))
-                of_target = log_softmax(mx.array(d.hidden, mx.float64) @ matrix.T)
-                for block, anchor in d.blocks():
-                    for i in range(1, config.block_size):
-                        if not d.wrote(anchor + i):
-                            break
-                        weight, wanted = math.exp(-(i - 1) / objective.gamma), of_target[anchor + i - 1]
-                        divergence = (mx.exp(wanted) * (wanted - drafted[block, i])).sum()
-                        miss = -drafted[block, i, d.tokens[anchor + i]]
-                        total = total + weight * (kl * divergence + (1 - kl) * miss)
-                        counted += weight
+            for i, *prediction in predictions(model, documents, weights):
+                weight = math.exp(-i / objective.gamma)
+                total = total + weight * miss(objective, i, *prediction, base_weight)
+                counted += weight
             return total / counted
 
+        weights = {name: w.astype(mx.float64) for name, w in flat(model.trainable_parameters()).items()}
         value, gradients = mx.value_and_grad(loss)(weights)
         mx.eval(value, gradients)
     return value.item(), gradients

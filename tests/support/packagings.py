@@ -11,7 +11,7 @@ import pytest
 
 from dflash import LoadedTargetModel, Proposal, load_drafter, save_drafter
 from dflash.core.errors import CheckpointError
-from dflash.core.files import flat
+from dflash.core.files import flat as flat_weights
 
 from .errors import refused
 from .models import HIDDEN, qwen3_model, random_drafter
@@ -28,7 +28,7 @@ def target(seed: int = 0) -> LoadedTargetModel:
 
 def published(drafter) -> tuple[dict, dict]:
     """The config and float32 weights of a drafter, as this package publishes them."""
-    return json.loads(json.dumps(drafter.config.to_dict())), flat(drafter.parameters())
+    return json.loads(json.dumps(drafter.config.to_dict())), flat_weights(drafter.parameters())
 
 
 def plain(**changes) -> tuple[dict, dict]:
@@ -83,10 +83,10 @@ def assert_same_drafts(drafter: Any, other: Any) -> Proposal:
 def assert_saved(drafter: Any, folder: Path, dtype: mx.Dtype = mx.bfloat16) -> dict:
     """What is saved in ``dtype`` loads bit-equal; returns its ``config.json``."""
     save_drafter(drafter, folder, dtype)
-    loaded, weights = load_drafter(folder), flat(drafter.parameters())
+    loaded, weights = load_drafter(folder), flat_weights(drafter.parameters())
     assert type(loaded) is type(drafter)
     assert loaded.config == drafter.config
-    for name, weight in flat(loaded.parameters()).items():
+    for name, weight in flat_weights(loaded.parameters()).items():
         assert mx.array_equal(weight, weights[name].astype(dtype)).item(), name
     return json.loads((folder / "config.json").read_text())
 
@@ -106,10 +106,19 @@ def renamed(weights: dict, rename) -> dict:
     return {rename(name): w for name, w in weights.items()}
 
 
-def with_copies(weights: dict) -> dict:
-    """Copies of what is the target's, in every spelling; their values are never read."""
+def without_inside(config: dict, *names: str) -> dict:
+    return config | {"dflash_config": {k: v for k, v in config["dflash_config"].items() if k not in names}}
+
+
+def flat(config: dict) -> dict:
+    """All keys at the top."""
+    return {name: value for name, value in config.items() if name != "dflash_config"} | config["dflash_config"]
+
+
+def with_copies(weights: dict, own: bool = False) -> dict:
+    """Copies of what is the target's, in every spelling; their values are never read, but for those of ``own``."""
     table = mx.full((VOCAB, HIDDEN), 9.0)
-    names = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
+    names = ["verifier_lm_head.weight", *(() if own else ("embed_tokens.weight", "lm_head.weight"))]
     tables = dict.fromkeys(names, table) | {"verifier_norm.weight": mx.ones(HIDDEN)}
     rotary = ("rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq")
     return weights | tables | {name: mx.zeros(6) for name in rotary}
@@ -117,10 +126,9 @@ def with_copies(weights: dict) -> dict:
 
 def deepspec(config: dict, **changes) -> dict:
     """Flat: no ``dflash_config``; the rest of the config is a copy of the target's."""
-    flat_config = config | config["dflash_config"] | {"architectures": ["Qwen3DSparkModel"]}
-    flat_config.pop("dflash_config")
     heads = {"markov_rank": 0, "markov_head_type": "vanilla", "enable_confidence_head": False, "num_anchors": 512}
-    return flat_config | heads | {"sample_from_anchor": False, "partial_rotary_factor": 0.25} | changes
+    own = {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": False, "partial_rotary_factor": 0.25}
+    return flat(config) | own | heads | changes
 
 
 def speculators(config: dict, **changes) -> dict:

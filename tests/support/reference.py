@@ -1,31 +1,42 @@
-"""An independent DFlash from the formulas alone: dense, slow, float64, NumPy only.
+"""An independent DFlash from the formulas alone: dense, slow, float64.
 
-It reads published weight names and shares no code with the package: no caches, no chunks, no MLX. Every block starts
-from token ids and computes everything again.
+It reads published weight names and shares no code with the package: no caches, no chunks, no batches. Every block
+starts from token ids and computes everything again. Weights are NumPy arrays, or MLX's where gradients are wanted.
 
 Shapes: L length, S context length, H query heads, K key-value heads, D head size, E hidden size,
-F feature size, V vocabulary.
+F feature size, A blocks at once, N drafts of each, V vocabulary.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
-Weights = Mapping[str, np.ndarray]
+Weights = Mapping[str, Any]
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+def library(x: Any) -> Any:
+    """What computes with ``x``; the functions used here have the same names in both."""
+    return mx if isinstance(x, mx.array) else np
 
 
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
+def rms_norm(x, weight, eps: float):
+    return x / library(x).sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
-    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+def sigmoid(x):
+    return 1 / (1 + library(x).exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def softmax(x):
+    weights = library(x).exp(x - x.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
@@ -54,79 +65,65 @@ def _llama3(inverse: float, factor: float, low: float, high: float, length: int)
     return (1 - smooth) * inverse / factor + smooth * inverse
 
 
-def rope(x_LD: np.ndarray, positions: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-    """Rotate the pairs ``(x[i], x[i + D/2])``, the layout of published checkpoints."""
-    angles = positions[:, None] * inverse[None]
-    first, second = np.split(x_LD, 2, axis=-1)
-    return np.concatenate(
-        [first * np.cos(angles) - second * np.sin(angles), first * np.sin(angles) + second * np.cos(angles)], axis=-1
-    )
+def rope(x_LD, positions: np.ndarray, inverse: np.ndarray):
+    """Rotate the pairs ``(x[i], x[i + D/2])``, the layout of published checkpoints; heads may come before ``L``."""
+    lib, angles = library(x_LD), positions[:, None] * inverse[None]
+    cos, sin = (lib.array(turned, dtype=lib.float64) for turned in (np.cos(angles), np.sin(angles)))
+    first, second = lib.split(x_LD, 2, axis=-1)
+    return lib.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 
 
-def attend(q_LD: np.ndarray, k_SD: np.ndarray, v_SD: np.ndarray, visible_LS: np.ndarray) -> np.ndarray:
-    scores = np.where(visible_LS, q_LD @ k_SD.T / math.sqrt(q_LD.shape[-1]), -np.inf)
-    return softmax(scores) @ v_SD
+def attend(q_LD, k_SD, v_SD, visible_LS: np.ndarray):
+    lib, scores = library(q_LD), q_LD @ k_SD.swapaxes(-1, -2) / math.sqrt(q_LD.shape[-1])
+    return softmax(lib.where(lib.array(visible_LS), scores, -math.inf)) @ v_SD
 
 
-@dataclass
 class Layer:
-    """One pre-norm layer by its published names under ``prefix``."""
+    """One pre-norm layer by its published names under ``prefix``; ``config`` is its model's ``config.json``."""
 
-    weights: Weights
-    prefix: str
-    heads: int
-    kv_heads: int
-    eps: float
-    inverse: np.ndarray
+    def __init__(self, weights: Weights, prefix: str, config: Mapping):
+        self.weights, self.prefix, self.eps = weights, prefix, config["rms_norm_eps"]
+        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.inverse = inverse_frequencies(config["head_dim"], config["rope_theta"], config.get("rope_scaling"))
 
-    def matrix(self, name: str) -> np.ndarray:
-        return self.weights[f"{self.prefix}.{name}.weight"]
+    def normed(self, name: str, x):
+        return rms_norm(x, self.weights[f"{self.prefix}.{name}.weight"], self.eps)
 
-    def bias(self, name: str) -> np.ndarray | float:
-        return self.weights.get(f"{self.prefix}.self_attn.{name}_proj.bias", 0.0)
+    def linear(self, name: str, x_LE):
+        name = f"{self.prefix}.{name}"
+        return x_LE @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
 
-    def normed(self, name: str, x: np.ndarray) -> np.ndarray:
-        return rms_norm(x, self.matrix(name), self.eps)
-
-    def project(self, name: str, x_LE: np.ndarray, heads: int) -> np.ndarray:
+    def project(self, name: str, x_LE, heads: int):
         """``[heads, L, D]``."""
-        y = x_LE @ self.matrix(f"self_attn.{name}_proj").T + self.bias(name)
-        return np.stack(np.split(y, heads, axis=-1))
+        y = self.linear(f"self_attn.{name}", x_LE)
+        return library(y).stack(library(y).split(y, heads, axis=-1))
 
-    def queries(self, y_LE: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        q = self.normed("self_attn.q_norm", self.project("q", y_LE, self.heads))
-        return np.stack([rope(head, positions, self.inverse) for head in q])
+    def keys_values(self, y_LE, positions: np.ndarray, suffix: str = ""):
+        k = self.normed("self_attn.k_norm", self.project(f"k_proj{suffix}", y_LE, self.kv_heads))
+        return rope(k, positions, self.inverse), self.project(f"v_proj{suffix}", y_LE, self.kv_heads)
 
-    def keys_values(self, y_LE: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        k = self.normed("self_attn.k_norm", self.project("k", y_LE, self.kv_heads))
-        return np.stack([rope(head, positions, self.inverse) for head in k]), self.project("v", y_LE, self.kv_heads)
-
-    def attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, visible_LS: np.ndarray) -> np.ndarray:
+    def attention(self, y_LE, positions: np.ndarray, k, v, visible_LS: np.ndarray):
+        q = self.normed("self_attn.q_norm", self.project("q_proj", y_LE, self.heads))
         group = self.heads // self.kv_heads  # consecutive query heads share one key-value head
-        out = [attend(q[h], k[h // group], v[h // group], visible_LS) for h in range(self.heads)]
-        return np.concatenate(out, axis=-1) @ self.matrix("self_attn.o_proj").T + self.bias("o")
+        k, v = (library(x).repeat(x, group, axis=0) for x in (k, v))
+        out = attend(rope(q, positions, self.inverse), k, v, visible_LS)
+        return self.linear("self_attn.o_proj", library(out).concatenate(list(out), axis=-1))
 
-    def mlp(self, y: np.ndarray) -> np.ndarray:
-        gate, up = y @ self.matrix("mlp.gate_proj").T, y @ self.matrix("mlp.up_proj").T
-        return (silu(gate) * up) @ self.matrix("mlp.down_proj").T
+    def mlp(self, y):
+        return self.linear("mlp.down_proj", silu(self.linear("mlp.gate_proj", y)) * self.linear("mlp.up_proj", y))
 
 
 class DenseTarget:
     """A dense Qwen3 by its published weight names; ``config`` is its ``config.json`` as a dict."""
 
     def __init__(self, weights: Weights, config: Mapping):
-        self.weights, self.config, self.eps = weights, config, config["rms_norm_eps"]
-        inverse = inverse_frequencies(config["head_dim"], config["rope_theta"], config.get("rope_scaling"))
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self.layers = [
-            Layer(weights, f"model.layers.{i}", heads, kv_heads, self.eps, inverse)
-            for i in range(config["num_hidden_layers"])
-        ]
+        self.weights, self.config = weights, config
+        self.layers = [Layer(weights, f"model.layers.{i}", config) for i in range(config["num_hidden_layers"])]
 
-    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+    def embed(self, tokens: Sequence[int]):
         return self.weights["model.embed_tokens.weight"][list(tokens)]
 
-    def head(self, hidden: np.ndarray) -> np.ndarray:
+    def head(self, hidden):
         return hidden @ self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]).T
 
     def __call__(self, tokens: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -135,85 +132,127 @@ class DenseTarget:
         visible = positions[None] <= positions[:, None]
         for layer in self.layers:
             y = layer.normed("input_layernorm", x)
-            x = x + layer.attention(layer.queries(y, positions), *layer.keys_values(y, positions), visible)
+            x = x + layer.attention(y, positions, *layer.keys_values(y, positions), visible)
             x = x + layer.mlp(layer.normed("post_attention_layernorm", x))
             outputs.append(x)
-        return self.head(rms_norm(x, self.weights["model.norm.weight"], self.eps)), outputs
+        return self.head(rms_norm(x, self.weights["model.norm.weight"], self.config["rms_norm_eps"])), outputs
+
+
+@dataclass
+class Block:
+    """The drafts of a block.
+
+    ``logits`` and, before the kind corrects them, ``base`` are rows ``[V]``. DFlash 2 has ``candidates`` with their
+    ``scores``, DSpark ``confidence``.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Any] = field(default_factory=list)
+    base: list[Any] = field(default_factory=list)
+    candidates: list[list[int]] = field(default_factory=list)
+    scores: list[Any] = field(default_factory=list)
+    confidence: list[Any] = field(default_factory=list)
 
 
 class DenseDrafter:
     """A DFlash drafter; ``config`` is its published ``config.json`` as a flat dict.
 
-    ``known`` are the target's ids of a reduced vocabulary, in the drafter's order.
+    ``target`` has ``embed`` and ``head``. ``known`` are the target's ids of a reduced vocabulary, in the drafter's
+    order.
     """
 
-    known: list[int] | None = None
+    def __init__(self, weights: Weights, config: Mapping, target: Any, known: list[int] | None = None):
+        self.weights, self.config, self.target, self.known = weights, config, target, known
+        self.lib = library(weights["norm.weight"])
+        self.layers = [Layer(weights, f"layers.{i}", config) for i in range(config["num_hidden_layers"])]
 
-    def __init__(self, weights: Weights, config: Mapping, target: DenseTarget):
-        self.weights, self.config, self.target, self.eps = weights, config, target, config["rms_norm_eps"]
-        inverse = inverse_frequencies(config["head_dim"], config["rope_theta"], config.get("rope_scaling"))
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self.layers = [
-            Layer(weights, f"layers.{i}", heads, kv_heads, self.eps, inverse)
-            for i in range(config["num_hidden_layers"])
-        ]
+    def normed(self, name: str, x):
+        return rms_norm(x, self.weights[f"{name}.weight"], self.config["rms_norm_eps"])
 
-    def visible(self, layer: int, context: int) -> np.ndarray:
-        """``[block, context + block]``, spelled out one query and one key at a time."""
+    def visible(self, layer: int, context: int, anchors: Sequence[int]) -> np.ndarray:
+        """``[A * L, S + A * L]`` for blocks at ``anchors``, spelled out one query and one key at a time."""
         config, size = self.config, self.config["block_size"]
         sliding = config["layer_types"][layer] == "sliding_attention"
         causal = sliding if config["is_causal"] is None else config["is_causal"]
-        visible = np.zeros((size, context + size), bool)
-        for i in range(size):
-            t = context + i
-            for s in range(context + size):
-                if s < context:
-                    visible[i, s] = not sliding or s > t - config["sliding_window"]
-                else:
-                    visible[i, s] = not causal or s <= t
+        visible = np.zeros((len(anchors) * size, context + len(anchors) * size), bool)
+        for number, anchor in enumerate(anchors):
+            for i in range(size):
+                row = number * size + i
+                for s in range(anchor):
+                    visible[row, s] = not sliding or s > anchor + i - config["sliding_window"]
+                for j in range(size):
+                    visible[row, context + number * size + j] = not causal or j <= i
         return visible
 
-    def context(self, layer: int, features_SF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def context(self, layer: int, features_SF):
         """Keys and values of the context in one layer."""
-        hidden = rms_norm(features_SF @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"], self.eps)
+        hidden = self.normed("hidden_norm", features_SF @ self.weights["fc.weight"].T)
         return self.layers[layer].keys_values(hidden, np.arange(len(features_SF)))
 
-    def mixed(self, sublayer: str, side: int, u_LE: np.ndarray, x_LE: np.ndarray) -> np.ndarray:
+    def mixed(self, sublayer: str, side: int, u_LE, x_LE):
         """``x_LE`` before (``side`` 0) or after a sublayer with the input ``u_LE``: DFlash 2 mixes rows here."""
         return x_LE
 
-    def hidden(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
-        """Final hidden states ``[block_size, E]`` of the block at ``anchor``."""
-        config, size, context = self.config, self.config["block_size"], len(features_SF)
-        positions = np.arange(context, context + size)
-        x = self.target.embed([anchor] + [config["mask_token_id"]] * (size - 1)) * config["input_embedding_scale"]
+    def hidden(self, features_SF: np.ndarray, anchors: Sequence[int], tokens: Sequence[int]):
+        """Final hidden states ``[A, L, E]`` of the blocks at the positions ``anchors``, which begin with ``tokens``."""
+        config, size = self.config, self.config["block_size"]
+        features_SF = self.lib.array(features_SF, dtype=self.lib.float64)
+        positions = np.array([anchor + i for anchor in anchors for i in range(size)])
+        inputs = [t for token in tokens for t in (token, *[config["mask_token_id"]] * (size - 1))]
+        x = self.target.embed(inputs) * config["input_embedding_scale"]
         for i, layer in enumerate(self.layers):
             attention, mlp = f"layers.{i}.attention", f"layers.{i}.mlp"
             u = layer.normed("input_layernorm", x)
             y = self.mixed(attention, 0, u, u)
-            context_k, context_v = self.context(i, features_SF)
-            block_k, block_v = layer.keys_values(y, positions)
-            k, v = np.concatenate([context_k, block_k], axis=1), np.concatenate([context_v, block_v], axis=1)
-            y = layer.attention(layer.queries(y, positions), k, v, self.visible(i, context))
+            both = zip(self.context(i, features_SF), layer.keys_values(y, positions), strict=True)
+            k, v = (self.lib.concatenate(parts, axis=1) for parts in both)
+            y = layer.attention(y, positions, k, v, self.visible(i, len(features_SF), anchors))
             x = x + self.mixed(attention, 1, u, y)
             u = layer.normed("post_attention_layernorm", x)
             x = x + self.mixed(mlp, 1, u, layer.mlp(self.mixed(mlp, 0, u, u)))
-        return rms_norm(x, self.weights["norm.weight"], self.eps)
+        return self.normed("norm", x).reshape(len(anchors), size, -1)
 
-    def head(self, hidden_NE: np.ndarray) -> np.ndarray:
+    def head(self, hidden_NE):
         """Logits ``[N, V]`` by the target's head or the drafter's own; minus infinity for unknown tokens."""
-        config = self.config
-        ids = list(range(config["vocab_size"])) if self.known is None else self.known
-        own = self.weights.get("lm_head.weight")
-        known = self.target.head(hidden_NE)[:, ids] if own is None else hidden_NE @ own.T
-        known, cap = known * config["output_multiplier"], config["final_logit_softcapping"]
-        logits = np.full((len(hidden_NE), config["vocab_size"]), -np.inf)
-        logits[:, ids] = known if cap is None else cap * np.tanh(known / cap)
-        return logits
+        own, cap = self.weights.get("lm_head.weight"), self.config["final_logit_softcapping"]
+        logits = self.target.head(hidden_NE) if own is None else hidden_NE @ own.T
+        if own is None and self.known is not None:
+            logits = logits[:, self.known]
+        logits = logits * self.config["output_multiplier"]
+        return self.spread(logits if cap is None else cap * self.lib.tanh(logits / cap), -math.inf)
+
+    def spread(self, values_K, other: float = 0.0, ids: list[int] | None = None):
+        """``[.., V]``: the values ``[.., K]`` of ``ids``, by default the known tokens, and ``other`` for the rest."""
+        ids = self.known if ids is None else ids
+        if ids is None:
+            return values_K
+        row = self.lib.full((*values_K.shape[:-1], self.config["vocab_size"]), other, dtype=self.lib.float64)
+        row[..., ids] = values_K
+        return row
+
+    def drafts(self, features_SF: np.ndarray, anchor: int, tokens: Sequence[int] | None = None) -> Block:
+        """The block after all of ``features_SF``, which begins with the token ``anchor``, as :meth:`walk` has it."""
+        return self.walk(self.hidden(features_SF, [len(features_SF)], [anchor])[0], anchor, tokens)
+
+    def walk(self, hidden_LE, anchor: int, tokens: Sequence[int] | None = None) -> Block:
+        """A block's drafts from left to right, each the best one, or with ``tokens`` in the place of these choices."""
+        hidden_NE = hidden_LE[0 if self.config["sample_from_anchor"] else 1 :]
+        block, before, state = Block(), anchor, None
+        for hidden_E, base_V in zip(hidden_NE, self.head(hidden_NE), strict=True):
+            block.base.append(base_V)
+            logits_V, state = self.corrected(block, hidden_E, before, state)
+            block.logits.append(logits_V)
+            before = int(np.array(logits_V).argmax()) if tokens is None else tokens[len(block.tokens)]
+            block.tokens.append(before)
+        return block
+
+    def corrected(self, block: Block, hidden_E, before: int, state: Any) -> tuple[Any, Any]:
+        """The logits ``[V]`` of the draft after ``before`` by ``block.base[-1]``, and the state for the next one."""
+        return block.base[-1], state
 
     def logits(self, features_SF: np.ndarray, anchor: int) -> np.ndarray:
-        """``[block_size - 1, V]``: row ``i`` predicts the token ``i + 1`` places after the anchor."""
-        return self.head(self.hidden(features_SF, anchor)[1:])
+        """Rows ``[N, V]`` of the best drafts."""
+        return np.stack(self.drafts(features_SF, anchor).logits)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Training the kinds beside DFlash: losses and gradients, how they start, and runs from recipe to export."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,16 +9,17 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from support import dense_dflash2, dense_domino, dense_dspark
 from support.dense_loss import (
     GAMMA,
     SLIDING,
     VOCAB,
     RandomTarget,
     assert_equal,
+    dense_loss_and_gradients,
     loss_and_gradients,
     pack_of_three,
     pad_documents,
+    predictions,
 )
 from support.models import draft_config, randomize
 from support.runs import read_log, recipe, result
@@ -49,7 +49,6 @@ class Kind:
     cls: type[DFlashDraftModel]
     values: dict[str, Any]
     objective: ObjectiveSettings
-    dense: Callable[..., Any]
     own: tuple[str, ...]
     options: dict[str, Any]
     run: tuple[str, ...]
@@ -61,7 +60,6 @@ KINDS = {
         DSparkDraftModel,
         {"markov_rank": 5, "sample_from_anchor": True},
         ObjectiveSettings("l1", gamma=GAMMA, auxiliary_weight=0.7),
-        dense_dspark.dense_loss_and_gradients,
         ("markov_head", "confidence_head"),
         {"markov_rank": 8, "markov_head_type": "gated"},
         ("objective.kind=l1", "objective.gamma=4"),
@@ -71,7 +69,6 @@ KINDS = {
         DominoDraftModel,
         {"gru_hidden_dim": 7, "emb_dim": 5, "pure_draft_prefix_len": 1, "sample_from_anchor": True},
         ObjectiveSettings(gamma=GAMMA),
-        dense_domino.dense_loss_and_gradients,
         ("prefix_gru", "embed_proj"),
         {"gru_hidden_dim": 12, "emb_dim": 8},
         ("objective.base_steps=10",),
@@ -80,7 +77,6 @@ KINDS = {
         DFlash2DraftModel,
         {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 5},
         ObjectiveSettings(gamma=GAMMA, auxiliary_weight=0.7),
-        dense_dflash2.dense_loss_and_gradients,
         ("conv", "selector"),
         {"selector_top_k": 8, "selector_rank": 4},
         ("run.threads=2", "objective.kind=d-pace"),
@@ -118,7 +114,9 @@ def drafter(kind: str, seed: int = 6, **changes) -> DFlashDraftModel:
 )
 def test_loss_and_gradients_equal_a_dense_float64_implementation(kind, changes):
     model, documents, it = drafter(kind, **changes), pack_of_three(), KINDS[kind]
-    found, expected = loss_and_gradients(model, documents, it.objective), it.dense(model, documents, it.objective)
+    found, expected = (
+        scheme(model, documents, it.objective) for scheme in (loss_and_gradients, dense_loss_and_gradients)
+    )
     assert_equal(found, expected, it.tolerance)
     own = {name for name in expected[1] if any(part in name for part in it.own)}
     assert all(any(part in name for name in own) for part in it.own)
@@ -147,9 +145,9 @@ def test_a_loss_that_begins_with_uncorrected_logits_is_that_of_both():
     step = nn.value_and_grad(model, partial(drafter_loss, objective=replace(objective, chunk=17)))
     found = {w: step(model, pad_documents(documents)._replace(base_weight=w)) for w in (0.3, 1.0)}
     gradients = {w: dict(tree_flatten(gradients)) for w, (_, gradients) in found.items()}
-    expected = dense_domino.dense_loss_and_gradients(model, documents, objective, 0.3)
+    expected = dense_loss_and_gradients(model, documents, objective, 0.3)
     assert_equal((found[0.3][0].item(), gradients[0.3]), expected)
-    value, _ = dense_domino.dense_loss_and_gradients(model, documents, objective, 1.0)
+    value, _ = dense_loss_and_gradients(model, documents, objective, 1.0)
     assert found[1.0][0].item() == pytest.approx(value, rel=1e-5)
     assert not any(gradients[1.0][name].any().item() for name in gradients[1.0] if name.startswith("prefix_gru"))
 
@@ -200,17 +198,15 @@ def test_a_loss_in_half_precision_leaves_the_weights_and_gives_every_part_its_gr
 def test_evaluations_count_what_the_selector_chooses_and_whether_it_could():
     model, documents, objective = drafter("dflash2"), pack_of_three(), KINDS["dflash2"].objective
     found = score(model, pad_documents(documents), objective)
-    weights = {k: v.astype(mx.float64) for k, v in tree_flatten(model.trainable_parameters())}
     expected = np.zeros((3, model.block_size - 1), int)
     with mx.stream(mx.cpu):
-        for i, token, _, candidates, scores in dense_dflash2.predictions(model, weights, documents):
-            chosen = candidates[int(np.array(scores).argmax())]
-            expected[:, i - 1] += 1, chosen == token, token in candidates
+        for i, token, _, block in predictions(model, documents):
+            expected[:, i] += 1, block.logits[i].argmax().item() == token, token in block.candidates[i]
     counts = found.predictions, found.hits["accuracy"], found.hits["candidate_recall"]
     assert [c.tolist() for c in counts] == expected.tolist()
     assert 0 < expected[1].sum() < expected[2].sum() < expected[0].sum()
     assert found.results()["heldout_candidate_recall"] == pytest.approx((expected[2] / expected[0]).tolist())
-    dense, _ = dense_dflash2.dense_loss_and_gradients(model, documents, objective)
+    dense, _ = dense_loss_and_gradients(model, documents, objective)
     assert found.loss / found.weight == pytest.approx(dense, rel=1e-5)
 
 

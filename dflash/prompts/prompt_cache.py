@@ -273,12 +273,10 @@ def _target_cache(target: LoadedTargetModel, loaded: list[Any], length: int, pat
     caches = TargetCache(kinds, length=length)
     if caches.offset == 0:
         raise GenerationError(f"The prompt cache {path} does not tell how many tokens it holds.")
-    undo = caches.undo_point()
     try:
-        target.forward_hidden(mx.zeros((1, 1), mx.int32), caches, ())  # built, never evaluated
+        target.forward_hidden(mx.zeros((1, 1), mx.int32), copy.deepcopy(caches), ())  # built, never evaluated
     except Exception as error:  # MLX's error for shapes that do not fit
         raise other from error
-    undo()
     return caches
 
 

@@ -2,13 +2,14 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from ..core.errors import GenerationError, one_line
 from ..core.values import check_caches
@@ -36,6 +37,11 @@ class KeptWindowCache(RotatingKVCache):
         query, entry = held + mx.arange(N)[:, None], mx.arange(held + N)[None]
         oldest = query - (self.max_size - self.keep) + 1
         return (entry <= query) & ((entry < self.keep) | (entry >= oldest))
+
+
+def members(cache: Any) -> Sequence[Any]:
+    """The caches in a list of caches; any other cache alone."""
+    return cache.caches if isinstance(cache, CacheList) else [cache]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, QuantizedKVCache, RotatingKVCache
 
+from .caches import members
+
 
 class Mismatch(AssertionError):
     """Two things differ; the message says which, where and by how much."""
@@ -35,7 +37,7 @@ def assert_close(name: str, ours: mx.array, theirs: mx.array, limit: float | Non
 
 
 def assert_same_caches(ours: Sequence[Any], theirs: Sequence[Any], where: str = "") -> None:
-    """Compare every array that the layers can still read; one comparison for all, details on failure."""
+    """Compare every array that the layers can still read."""
     for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for (name, x, limit), (_, y, _) in zip(_entries(a), _entries(b), strict=True):
             assert_close(f"layer {layer} {name} {where}".rstrip(), x, y, limit)
@@ -46,19 +48,16 @@ def rounding_limit(caches: Sequence[Any], dtype: mx.Dtype) -> float:
 
     Float rounding can move a cached number across the boundary between two quantisation levels, and the logits follow.
     """
-    levels = [_level(cache) for cache in _members(caches) if isinstance(cache, QuantizedKVCache)]
+    levels = [_level(m) for cache in caches for m in members(cache) if isinstance(m, QuantizedKVCache)]
     return max([tolerance(dtype), *levels])
-
-
-def _members(caches: Sequence[Any]) -> list[Any]:
-    return [m for c in caches for m in (_members(c.caches) if isinstance(c, CacheList) else [c])]
 
 
 def windows(caches: Sequence[Any]) -> list[int]:
     """Sizes of the windows among ``caches``, in tokens."""
     return [
         getattr(m, "max_size", None) or m.chunk_size
-        for m in _members(caches)
+        for cache in caches
+        for m in members(cache)
         if hasattr(m, "max_size") or hasattr(m, "chunk_size")
     ]
 

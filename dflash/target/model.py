@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,8 +45,6 @@ class LoadedTargetModel:
         folder: Path | None = None,
     ):
         self.model, self.folder = model, folder
-        self._tree_difference: str | None = None  # not tried yet
-        self._rows_difference: str | None = None
         self.adapter = adapter or find_adapter(model)
         wrapped = tokenizer is None or isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = tokenizer if wrapped else TokenizerWrapper(tokenizer)
@@ -169,13 +168,15 @@ class LoadedTargetModel:
         The first call makes a few short passes, to see whether trees can set the positions that the model uses.
         """
         check_trees(cache)
-        if self._tree_difference is None:
-            self._tree_difference = tree_difference(self)
         if self._tree_difference:
             raise IncompatibleModelsError(
                 "This target computes something else for a tree of drafts than for its paths, so leave out tree: "
                 f"{self._tree_difference}."
             )
+
+    @cached_property
+    def _tree_difference(self) -> str:
+        return tree_difference(self)
 
     def check_batchable(self) -> None:
         """Raise ``IncompatibleModelsError``, naming the layer, if several texts cannot be decoded at once.
@@ -183,13 +184,15 @@ class LoadedTargetModel:
         The first call makes a few short passes, since not every model heeds the padding of its rows.
         """
         check_batchable(self.make_cache())
-        if self._rows_difference is None:
-            self._rows_difference = rows_difference(self)
         if self._rows_difference:
             raise IncompatibleModelsError(
                 "This target computes something else for several texts at once than for each alone, so decode one "
                 f"after another: {self._rows_difference}."
             )
+
+    @cached_property
+    def _rows_difference(self) -> str:
+        return rows_difference(self)
 
     def make_cache(self, **options: Any) -> TargetCache:
         """New, empty caches, one per layer; ``options`` as in :func:`~dflash.target.caches.make_caches`.

@@ -11,46 +11,27 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import ArraysCache
 
 from ..adapters.stand_ins import StandIn, standing_in
-from .caches import KeptWindowCache
+from .caches import members
 from .ring import RowsCache
 
-REMEMBERED: dict[type, tuple[str, ...]] = {
-    ArraysCache: ("cache", "left_padding", "lengths"),
-    KVCache: ("offset",),  # entries after it are overwritten when the layer runs again
-    QuantizedKVCache: ("offset",),
-    ChunkedKVCache: ("offset",),
-    RotatingKVCache: ("keys", "values", "offset", "_idx"),  # an update of several tokens makes new arrays
-    KeptWindowCache: ("keys", "values", "offset", "_idx"),
-}
+
+def _remember(cache: Any) -> list[dict[str, Any]]:
+    """The state of each member, by reference: its lists are changed in place, its arrays only after its offset."""
+    return [{name: list(v) if isinstance(v, list) else v for name, v in _state(m).items()} for m in members(cache)]
 
 
-def _remember(cache: Any) -> Any:
-    """The cache's state, by reference: MLX arrays are immutable, and only lists are changed in place."""
-    if isinstance(cache, CacheList):
-        return [_remember(member) for member in cache.caches]
-    names = ("offsets",) if isinstance(cache, RowsCache) else REMEMBERED[type(cache)]
-    values = {name: getattr(cache, name) for name in names}
-    return {name: list(v) if isinstance(v, list) else v for name, v in values.items()}
+def _state(member: Any) -> dict[str, Any]:
+    # The ring from before the block would be copied to be written to; what the block writes is written there again.
+    return {"offsets": member.offsets} if isinstance(member, RowsCache) else vars(member)
 
 
-def restore(cache: Any, before: Any) -> None:
+def restore(cache: Any, before: list[dict[str, Any]]) -> None:
     """Give a cache back the state that :func:`_remember` returned."""
-    if isinstance(cache, CacheList):
-        for member, state in zip(cache.caches, before, strict=True):
-            restore(member, state)
-    else:
-        for name, value in before.items():
-            setattr(cache, name, value)
+    for member, state in zip(members(cache), before, strict=True):
+        vars(member).update(state)
 
 
 def _cut(value: Any, batch: int, length: int, kept: int) -> Any:
@@ -140,7 +121,7 @@ class LayerCall:
         The whole block runs again, as a prompt with padding on the right: lengths and mask say where each row ends.
         """
         restore(self.cache, self.before)
-        for member in self.cache.caches if isinstance(self.cache, CacheList) else [self.cache]:
+        for member in members(self.cache):
             if isinstance(member, ArraysCache):
                 member.prepare(lengths=list(kept))
         mask_BL = mx.arange(self.shape[1]) < mx.array(list(kept))[:, None]

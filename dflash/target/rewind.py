@@ -23,8 +23,8 @@ from mlx_lm.models.cache import (
 )
 
 from ..core.errors import GenerationError, IncompatibleModelsError
-from .caches import KeptWindowCache, Quantization
-from .replay import REMEMBERED, Recorder
+from .caches import KeptWindowCache, Quantization, members
+from .replay import Recorder
 from .tree import TreePass
 
 # --- caches that can drop their newest entries ---------------------------------------------------------
@@ -86,6 +86,9 @@ RULES: dict[type, Callable[[Any, int], None]] = {
     CacheList: _each_member,
 }
 """Drop a cache's newest tokens, by its class. A subclass may update differently, so it needs a rule of its own."""
+
+KNOWN = (ArraysCache, *RULES)
+"""Classes that can be rewound: what :mod:`.replay` restores, and what has a rule."""
 
 # --- caches that can keep any tokens of the last pass ----------------------------------------------
 
@@ -153,7 +156,8 @@ class TargetCache(list[Any]):
 
         A pass that will not be rewound (a prompt) records nothing, which saves memory.
         """
-        self._quantize()
+        if self.quantization is not None:  # nothing before this pass can be rewound any more
+            self.quantization.apply(self, self.offset)
         self._begun = self.offset
         self._fed = self._begun + length
         record = rewindable and length > 1 and self._replayed
@@ -168,28 +172,6 @@ class TargetCache(list[Any]):
         check_trees(self)
         self.expect(len(parents) + 1)
         return TreePass(parents, self._begun)
-
-    def undo_point(self) -> Callable[[], None]:
-        """A function that undoes a pass which was built but not evaluated.
-
-        It holds the present arrays: drop it before the pass is evaluated, or the caches copy them in order to grow.
-        """
-        self._quantize()  # replaces caches, so it must not happen within the pass
-        held = [member for cache in self for member in members(cache)]
-        before = [{name: _alias(value) for name, value in vars(member).items()} for member in held]
-        fed, begun, recorder = self._fed, self._begun, self._recorder
-
-        def undo() -> None:
-            for member, values in zip(held, before, strict=True):
-                vars(member).update(values)
-            self._fed, self._begun, self._recorder = fed, begun, recorder
-
-        return undo
-
-    def _quantize(self) -> None:
-        """Called before a pass, when nothing can be rewound any more; mlx-lm quantises after the previous one."""
-        if self.quantization is not None:
-            self.quantization.apply(self, self.offset)
 
     def rewind(self, length: int) -> None:
         """Keep the first ``length`` tokens; only tokens of the last pass can be removed, in one step or several.
@@ -227,18 +209,6 @@ class TargetCache(list[Any]):
         self.rewind(self._begun + len(rows))
 
 
-def _alias(value: Any) -> Any:
-    """The same data in a new array, which an assignment to a part of ``value`` does not change."""
-    if isinstance(value, mx.array):
-        return mx.array(value)
-    return type(value)(_alias(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-def members(cache: Any) -> Sequence[Any]:
-    """The caches in a list of caches; any other cache alone."""
-    return cache.caches if isinstance(cache, CacheList) else [cache]
-
-
 def _needs_replay(cache: Any) -> bool:
     return any(type(member) is ArraysCache for member in members(cache))
 
@@ -248,8 +218,7 @@ def _offset(cache: Any) -> int | None:
 
 
 def _rule(cache: Any) -> str | None:
-    known: Iterable[type] = REMEMBERED if _needs_replay(cache) else RULES
-    if not all(type(member) in known for member in members(cache)):
+    if not all(type(member) in KNOWN for member in members(cache)):
         return None
     return "replay" if _needs_replay(cache) else RULES[type(cache)].__name__.lstrip("_")
 
@@ -282,5 +251,5 @@ def check_rewindable(caches: Sequence[Any]) -> None:
         if rule is None:
             raise IncompatibleModelsError(
                 f"Layer {layer} keeps a {name}, for which no exact rewind is known; "
-                f"supported: {', '.join(sorted({c.__name__ for c in (*RULES, *REMEMBERED)}))}."
+                f"supported: {', '.join(sorted(kind.__name__ for kind in KNOWN))}."
             )

@@ -1,5 +1,7 @@
 """Rows that keep different numbers of a pass's tokens are what their texts are alone; what cannot be is refused."""
 
+import random
+
 import mlx.core as mx
 import pytest
 from support.rows import ROW_TARGETS, row_target
@@ -7,16 +9,25 @@ from support.rows import ROW_TARGETS, row_target
 from dflash import LoadedTargetModel
 from dflash.adapters.conformance import small_models as small
 from dflash.core.errors import IncompatibleModelsError
+from dflash.target.ring import RowsCache
 from dflash.target.rows import RowsPass, as_rows
-from dflash.target.trial import Trial, rows_equal_texts
+from dflash.target.trial import BLOCK, Trial, rows_equal_texts
 
+TEXTS = (3, 11, 7)
 OTHERS = ("gemma3n", "plamo3")  # layers that read the entries of earlier ones; a mask wider than its window
+
+
+def rounds(count: int) -> list[tuple[int, list[int]]]:
+    """Tokens of random passes, and how many of them each text keeps."""
+    chance = random.Random(0)
+    blocks = [chance.randint(2, BLOCK) for _ in range(count)]
+    return [(block, [chance.randint(1, block) for _ in TEXTS]) for block in blocks]
 
 
 @pytest.mark.parametrize("name", [*ROW_TARGETS, *OTHERS])
 def test_rows_equal_their_texts_and_leave_as_these(name):
     target = row_target(name) if name in ROW_TARGETS else LoadedTargetModel(small.build(name))
-    rows_equal_texts(Trial(target, rounds=10))
+    rows_equal_texts(Trial(target), TEXTS, [*rounds(4), (1, [1, 1, 1]), *rounds(1)])
 
 
 @pytest.mark.parametrize("name", ["full", "sliding"])
@@ -38,7 +49,14 @@ def test_a_row_that_keeps_too_much_is_noticed(name, monkeypatch):
     keep = RowsPass.keep
     monkeypatch.setattr(RowsPass, "keep", lambda rows_pass, kept: keep(rows_pass, [max(kept)] * len(kept)))
     with pytest.raises(AssertionError, match="row"):
-        rows_equal_texts(Trial(row_target(name), rounds=3))
+        rows_equal_texts(Trial(row_target(name)))
+
+
+def test_a_single_token_that_sees_what_was_rejected_is_noticed(monkeypatch):
+    make_mask = RowsCache.make_mask
+    monkeypatch.setattr(RowsCache, "make_mask", lambda cache, N, *of, **how: make_mask(cache, N, *of, **how) | (N == 1))
+    with pytest.raises(AssertionError, match=r"row 0 \(round 1"):
+        rows_equal_texts(Trial(row_target("full")))
 
 
 @pytest.mark.parametrize(

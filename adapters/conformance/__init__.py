@@ -62,7 +62,6 @@ def check(
 
 def run_checks(trial: FullTrial) -> Iterator[Check]:
     """Each check as it ends. If the first fails, there are no caches, and no other check can run."""
-    _ = trial.objects  # recorded before anything runs
     for number, (name, step) in enumerate(CHECKS.items()):
         trial.skipped = ""
         found = Check(name, run(step, trial), trial.skipped)

@@ -1,7 +1,7 @@
 """The checks that decode, and all checks in order."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -21,8 +21,29 @@ from dflash.target.compare import Mismatch, assert_close, assert_same_caches, wi
 from dflash.target.trial import BLOCK, LENGTH, TRIAL, Trial
 
 NODES = 12  # drafts of a tree
-DECODED = 64  # tokens decoded with a scripted drafter
+RIGHT = 16 * [0.0] + 24 * [0.8] + 24 * [1.0]  # the chance that a draft of each token is right: never, mostly, always
+DECODED = len(RIGHT)  # tokens decoded with a scripted drafter
 NEAR_TIE = 1e-3  # a best token that leads by less may lose its lead to rounding
+
+
+@dataclass
+class FullTrial(Trial):
+    """A trial that also decodes, knows the model's objects from before it, and says why a check was skipped."""
+
+    skipped: str = ""
+
+    def __post_init__(self) -> None:
+        self.objects = model_objects(self.target.model)
+
+    @cached_property
+    def prompt(self) -> list[int]:
+        """Random token ids."""
+        return cast(list[int], self.tokens(LENGTH, self.seed)[0].tolist())
+
+    @cached_property
+    def plain(self) -> tuple[list[int], list[float]]:
+        """What the model's own call writes after :attr:`prompt`, and each token's lead over the second best."""
+        return _plain_greedy(self.target, self.prompt, self.cache_options)
 
 
 def _chunks(trial: Trial) -> None:
@@ -49,13 +70,16 @@ class TokenCount:
 
 
 class ScriptedDrafter:
-    """Drafts the plain greedy text, each token correct with probability ``right``."""
+    """Drafts the plain greedy text, of which each token is drafted rightly with its own chance in ``right``."""
 
     block_size = BLOCK
     target_layer_ids: tuple[int, ...] = ()
 
-    def __init__(self, text: list[int], vocab: int, right: float):
-        self.text, self.vocab, self.right, self.chance = text, vocab, right, random.Random(0)
+    def __init__(self, trial: FullTrial, right: Sequence[float]):
+        plain, _ = trial.plain
+        self.text = [*trial.prompt, *plain, *[0] * BLOCK]
+        self.right = [*[0.0] * len(trial.prompt), *right, *[0.0] * BLOCK]
+        self.vocab, self.chance = trial.target.vocab_size, random.Random(0)
 
     def bind(self, target: LoadedTargetModel) -> None:
         """Nothing of the target is used."""
@@ -67,10 +91,9 @@ class ScriptedDrafter:
         cache.offset += tokens.shape[1]
 
     def propose(self, anchor: mx.array, length: int, cache: "TokenCount") -> Proposal:
-        planned = self.text[cache.offset + 1 :][:length]
-        planned += [0] * (length - len(planned))
-        wrong = [self.chance.random() >= self.right for _ in planned]
-        return Proposal(mx.array([[(t + w) % self.vocab for t, w in zip(planned, wrong, strict=True)]]))
+        drafted = slice(cache.offset + 1, cache.offset + 1 + length)
+        wrong = [self.chance.random() >= right for right in self.right[drafted]]
+        return Proposal(mx.array([[(t + w) % self.vocab for t, w in zip(self.text[drafted], wrong, strict=True)]]))
 
 
 class UnsureDrafter(ScriptedDrafter):
@@ -79,43 +102,35 @@ class UnsureDrafter(ScriptedDrafter):
     def propose(self, anchor: mx.array, length: int, cache: TokenCount) -> Proposal:
         """Drafts with logits, from which a tree can be grown."""
         drafts_1N = super().propose(anchor, length, cache).tokens
-        right_1N = mx.array([(self.text[cache.offset + 1 :][:length] + [0] * length)[:length]])
+        right_1N = mx.array([self.text[cache.offset + 1 :][:length]])
         ids_V = mx.arange(self.vocab)
         logits = mx.where(drafts_1N[..., None] == ids_V, 5.0, mx.where(right_1N[..., None] == ids_V, 4.0, 0.0))
         return Proposal(drafts_1N, logits)
 
 
-def _decoding(trial: Trial) -> None:
-    """Speculative decoding gives plain greedy decoding's text, whether drafts are never, mostly or always right."""
-    prompt = cast(list[int], trial.tokens(LENGTH, trial.seed)[0].tolist())
-    text, leads = _plain_greedy(trial.target, prompt, trial.cache_options)
-    for right in (0.0, 0.8, 1.0):
-        drafter = ScriptedDrafter(prompt + text, trial.target.vocab_size, right)
-        _compare_text(trial, drafter, prompt, text, leads, f"drafter right {right:.0%}")
+def _decoding(trial: FullTrial) -> None:
+    """Speculative decoding gives plain greedy decoding's text, while drafts are never, mostly and always right."""
+    _compare_text(trial, ScriptedDrafter(trial, RIGHT), "drafts")
 
 
-def _trees(trial: Trial) -> None:
+def _trees(trial: FullTrial) -> None:
     """The same with trees of drafts; skipped, with the reason, if the target cannot verify trees."""
-    assert isinstance(trial, FullTrial)
     try:
         trial.target.check_trees(trial.target.make_cache(**trial.cache_options))
     except IncompatibleModelsError as error:
         trial.skipped = one_line(error, limit=1000)
         return
-    prompt = cast(list[int], trial.tokens(LENGTH, trial.seed)[0].tolist())
-    text, leads = _plain_greedy(trial.target, prompt, trial.cache_options)
-    drafter = TreeDrafter(UnsureDrafter(prompt + text, trial.target.vocab_size, 0.6), NODES)
-    _compare_text(trial, cast(Drafter, drafter), prompt, text, leads, f"trees of {NODES} drafts")
+    drafter = TreeDrafter(UnsureDrafter(trial, [0.6] * DECODED), NODES)
+    _compare_text(trial, cast(Drafter, drafter), f"trees of {NODES} drafts")
 
 
-def _compare_text(
-    trial: Trial, drafter: Drafter, prompt: list[int], text: list[int], leads: list[float], what: str
-) -> None:
+def _compare_text(trial: FullTrial, drafter: Drafter, what: str) -> None:
     run = Decoding(trial.target, drafter)
-    state = prefill(run, prompt, target_cache=trial.target.make_cache(**trial.cache_options))
+    state = prefill(run, trial.prompt, target_cache=trial.target.make_cache(**trial.cache_options))
     for _ in decode(run, state, DECODED, BLOCK):
         pass
-    for i, (ours, plain, lead) in enumerate(zip(state.tokens[len(prompt) :], text, leads, strict=True)):
+    text = state.tokens[len(trial.prompt) :]
+    for i, (ours, plain, lead) in enumerate(zip(text, *trial.plain, strict=True)):
         if ours != plain and lead < NEAR_TIE:
             break  # a near tie: plain decoding itself depends on rounding here
         if ours != plain:
@@ -145,36 +160,23 @@ def _plain_greedy(
 # --- the model itself ------------------------------------------------------------------------------------
 
 
-@dataclass
-class FullTrial(Trial):
-    """A trial that also records the model's objects at the start, and why a check was skipped."""
-
-    skipped: str = ""
-
-    @cached_property
-    def objects(self) -> list[tuple[str, int]]:
-        """:func:`model_objects` of the target, when first asked for."""
-        return model_objects(self.target.model)
+def model_objects(model: nn.Module) -> dict[str, Any]:
+    """Every module and array of ``model`` by name."""
+    return dict(model.named_modules()) | flat(model.parameters())
 
 
-def model_objects(model: nn.Module) -> list[tuple[str, int]]:
-    """Every module and array of ``model`` by name, in order, with its identity."""
-    modules = [(name, id(module)) for name, module in model.named_modules()]
-    return modules + [(name, id(array)) for name, array in flat(model.parameters()).items()]
-
-
-def _same_objects(trial: Trial) -> None:
-    """The model has the same module and array objects as before the checks."""
-    assert isinstance(trial, FullTrial)
+def _same_objects(trial: FullTrial) -> None:
+    """The model has the modules from before the checks, and equal weights: some models replace their own in a pass."""
     before, after = trial.objects, model_objects(trial.target.model)
-    changed = next((name for (name, _), new in zip(before, after, strict=False) if (name, _) != new), None)
-    if changed is not None or len(before) != len(after):
-        raise Mismatch(f"{changed or 'the number of modules'} changed")
+    for name in before | after:
+        ours, old = after.get(name), before.get(name)
+        equal = isinstance(ours, mx.array) and isinstance(old, mx.array) and mx.array_equal(ours, old).item()
+        if ours is not old and not equal:
+            raise Mismatch(f"{name} changed")
 
 
-def _drafter_sizes(trial: Trial) -> None:
+def _drafter_sizes(trial: FullTrial) -> None:
     """The config has the sizes of a new drafter; if not, a recipe must set them, and the check is skipped."""
-    assert isinstance(trial, FullTrial)
     config = trial.target.adapter.config
     missing = [name for name in DRAFTER_SIZES if not isinstance(getattr(config, name, None), int)]
     if missing:
@@ -184,7 +186,8 @@ def _drafter_sizes(trial: Trial) -> None:
         )
 
 
-CHECKS: dict[str, Callable[[Trial], None]] = TRIAL | {
+CHECKS: dict[str, Callable[[FullTrial], None]] = {
+    **TRIAL,
     "prefill in chunks equals prefill at once": _chunks,
     "decoding equals plain greedy decoding": _decoding,
     "decoding trees equals plain greedy decoding": _trees,

@@ -8,7 +8,7 @@ import typer
 from ..models import ModelOptions
 from . import options
 from .options import can_be_made, not_empty
-from .terminal import show_log, stopped
+from .terminal import resumable, show_log
 
 app = typer.Typer()
 
@@ -29,10 +29,7 @@ def adapt(
         Path | None,
         typer.Option(metavar="DATA", help="Train on this dataset too, so that other requests are not forgotten."),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting of the recipe; repeatable."),
-    ] = None,
+    settings: options.Settings = None,
 ) -> None:
     """Continue a drafter on requests that were served, and take the new one if it is better.
 
@@ -52,8 +49,6 @@ def adapt(
     """
     from dataclasses import replace
 
-    from tqdm.contrib.logging import logging_redirect_tqdm
-
     from ..bundled import drafter_folder
     from ..core.backend import keep_freed_memory
     from ..training.adapt import Adaptation
@@ -65,11 +60,8 @@ def adapt(
     given = (steps, mix, tuple(settings or ()), models.trust_remote_code)
     adaptation = Adaptation(record, name, output, str(models.target or target.folder), *given)
     del target  # training loads its own
-    try:
-        with logging_redirect_tqdm():
-            found = adaptation.run()
-    except KeyboardInterrupt:
-        raise stopped(f". What is finished stays in {adaptation.folder}; the same command continues.") from None
+    with resumable(adaptation.folder):
+        found = adaptation.run()
     limits = "" if found.ratio.low is None else f" ({found.ratio.low:.3f}-{found.ratio.high:.3f})"
     print(f"{found.requests} held-out requests: {found.old:.3f} tokens per target pass before, {found.new:.3f} now")
     print(f"now over before: {found.ratio.value:.3f}{limits}")

@@ -80,12 +80,14 @@ def bench(
     dflash bench --batch 1,2,4,8,16 --runs 3
     dflash bench --target T --drafter mine --prompts q.jsonl --template "{question}"
     """
+    from ..evaluation import check_answers
+
     require_count("runs", runs, 1)
     if decoding.max_tokens is not None:
         require_count("max_tokens", decoding.max_tokens, 1)
     requests = Requests.read(prompts, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
-    loading.score_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
+    check_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
     rows = None if batch is None else _rows(batch, drafter or ())
     decoders = loading.load_decoders(models, drafter or ())
     terminal.show_progress()
@@ -252,7 +254,7 @@ class _Comparison:
 
     def _reports(self, settings: dict[str, Any]) -> dict[str, "Report"]:
         from ..core.environment import environment
-        from ..evaluation import judge
+        from ..evaluation import check_answers, judge
         from ..evaluation.report import Report
         from ..evaluation.speedup import limit_of
 
@@ -268,7 +270,7 @@ class _Comparison:
             results = [result[name] for result in self.results]
             with self.threads.in_use():
                 limit = None if self.interrupted else limit_of(decoder, results, sampler)
-            verdicts = judge(results, loading.score_answers)
+            verdicts = judge(results, check_answers)
             reports[name] = Report(settings, results, self.decoding.greedy, limit, verdicts, about)
         return reports
 

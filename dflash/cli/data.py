@@ -13,7 +13,7 @@ from ..options import DecodeOptions
 from . import options
 from .options import Begin, Limit, RunSeed, Template, can_be_made
 from .requests import PromptFormat
-from .terminal import show_log, stopped
+from .terminal import resumable, show_log
 
 if TYPE_CHECKING:
     from ..target import LoadedTargetModel
@@ -180,10 +180,8 @@ def _load(models: ModelOptions) -> "LoadedTargetModel":
 def _prepare(conversations: Any, target: Any, settings: Any, folder: Path, source: str, heldout: Any) -> None:
     from ..training.data.prepare import prepare as make
 
-    try:
+    with resumable(folder):
         manifest = make(conversations, target, settings, folder, source, heldout)
-    except KeyboardInterrupt:
-        raise stopped(f". Finished files stay in {folder}; the same command continues.") from None
     _print_splits(manifest)
     dropped = {name.replace("_", " "): number for name, number in manifest["dropped"].items()}
     print("dropped ", ", ".join(f"{number} {name}" for name, number in dropped.items()))

@@ -189,7 +189,7 @@ def demo(
     request = d.choose_request(sides[b.PLAIN], requests) if text is None else requests[0]
     print(f"Request: {request.text}")
     result = d.run_demo(decoder, sides, request, lambda name: print(f"\n\n--- {name}\n", flush=True), terminal.show)
-    verdicts = b.judge([result], loading.score_answers)[0]
+    verdicts = b.judge([result], b.check_answers)[0]
     _print_demo(result, verdicts)
     if decoder.threads.count is not None:
         print(f"{'threads':<13} {decoder.threads}")

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .options import Begin, RunSeed, TrustRemoteCode, can_be_made, not_empty
-from .terminal import show_log, stopped
+from .options import Begin, RunSeed, Settings, TrustRemoteCode, can_be_made, not_empty
+from .terminal import resumable, show_log
 
 app = typer.Typer()
 
@@ -31,10 +31,7 @@ def fit(
     temp: Annotated[float, typer.Option(help="Temperature of the responses; 0 is greedy.")] = 0.0,
     seed: RunSeed = 0,
     begin: Begin = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting of the recipe; repeatable."),
-    ] = None,
+    settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is left to do and how long it takes.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -52,8 +49,6 @@ def fit(
 
     dflash fit --target smollm2 --output out/smollm2 --count 1000 --set run.steps=500
     """
-    from tqdm.contrib.logging import logging_redirect_tqdm
-
     from ..core.backend import keep_freed_memory
     from ..training.data.plan import PrepareSettings
     from ..training.data.self_prompts import PromptSettings
@@ -68,11 +63,8 @@ def fit(
     if dry_run:
         _print_forecast(pipeline.forecast())
         return
-    try:
-        with logging_redirect_tqdm():
-            drafter = pipeline.run()
-    except KeyboardInterrupt:
-        raise stopped(f". What is finished stays in {output}; the same command continues.") from None
+    with resumable(output):
+        drafter = pipeline.run()
     trust = " --trust-remote-code" if trust_remote_code else ""
     print(f'{drafter}\nTry it: dflash generate "..." --target {target} --drafter {drafter}{trust}')
 

@@ -1,10 +1,10 @@
-"""What commands load by name: decoders, and the judge of their answers."""
+"""What commands load by name, and how JSON and traces name it."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ..core.errors import DFlashError
 from ..models import ModelOptions
@@ -73,10 +73,3 @@ def trace_file(decoding: DecodeOptions, models: ModelOptions) -> "AbstractContex
     path = cast(Path, decoding.trace)
     options.require_new(path)  # another process may have written it while the models were loaded
     return TraceFile(path, **names_of(models))
-
-
-def score_answers(pairs: list[tuple[str, dict[str, Any]]]) -> list[bool]:
-    """Whether each answer is right: :func:`~dflash.evaluation.checks.check_answers`."""
-    from ..evaluation.checks import check_answers
-
-    return check_answers(pairs)

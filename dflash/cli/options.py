@@ -300,5 +300,9 @@ Begin = Annotated[
         metavar="TEXT", help="Words to begin requests with, in turn; '' for none. Repeatable.", callback=is_text
     ),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting of the recipe; repeatable."),
+]
 Limit = Annotated[int | None, typer.Option(metavar="N", help="Take only the first N prompts.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

@@ -2,15 +2,14 @@
 
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..core.errors import DFlashError, install_extra
-from .options import TrustRemoteCode, a_picture
-from .terminal import print_rich, show_log, show_progress
+from .options import AsJson, TrustRemoteCode, a_picture
+from .terminal import print_rich, resumable, show_log, show_progress
 from .training import WithSettings, table
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def ablate(
         list[str] | None, typer.Option(metavar="CELL", help="This cell only, by the name in the table; repeatable.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cells and what is left of them.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Vary settings of decoding and training: train what needs it, decode the same prompts with each, compare.
@@ -80,11 +79,8 @@ def ablate(
     if dry_run:
         _print_left(ablation.open_plan(checked, only, trust_remote_code), as_json)
         return
-    try:
+    with resumable(checked.folder):
         plan = ablation.ablate(checked, only, trust_remote_code=trust_remote_code)
-    except KeyboardInterrupt:
-        print(f"Stopped. What is finished stays in {checked.folder}; the same command continues.", file=sys.stderr)
-        raise
     files = write_results(plan, None if settings else study)
     cells = collect(plan)
     rows, found = [cell.row() for cell in cells], effects(plan, cells)
@@ -197,7 +193,7 @@ def compare(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the learning curves.", callback=a_picture)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of tables.")] = False,
+    as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare runs: settings that differ, acceptance, loss, speed, memory, learning curves, drafts on equal prompts.
@@ -234,7 +230,7 @@ def compare(
 @app.command(hidden=True)
 def runs(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...")],
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """``dflash compare --no-decode`` by its older name."""
     compare(folders, decode=False, as_json=as_json)

@@ -2,7 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
@@ -71,6 +73,18 @@ def until_stopped(items: Iterable[T], name: str, count: int) -> tuple[list[T], b
 def stopped(what: str) -> KeyboardInterrupt:
     """Ends a command as Ctrl-C does, with a line on ``what`` is there."""
     return KeyboardInterrupt(f"Stopped{what}")
+
+
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Let log lines stand above progress bars; Ctrl-C says that the same command continues."""
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    try:
+        with logging_redirect_tqdm():
+            yield
+    except KeyboardInterrupt:
+        raise stopped(f". What is finished stays in {folder}; the same command continues.") from None
 
 
 def print_pairs(pairs: dict[str, str]) -> None:

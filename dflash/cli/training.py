@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..core.errors import DFlashError, did_you_mean
-from .options import TrustRemoteCode, can_be_made, is_text, not_empty
+from .options import Settings, TrustRemoteCode, can_be_made, is_text, not_empty
 from .terminal import print_rich, show_log
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ app = typer.Typer()
 RecipeFile = Annotated[
     str,
     typer.Argument(metavar="RECIPE.yaml", help="A recipe, or the name of a bundled one (dflash recipe lists them)."),
-]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting; repeatable.")
 ]
 
 

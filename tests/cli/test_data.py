@@ -133,7 +133,7 @@ def test_a_file_or_a_folder_of_other_things_is_refused_before_the_target_loads(t
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
-        (KeyboardInterrupt(), 130, r"Stopped\. Finished files stay in \S+made; the same command continues\.\n\Z"),
+        (KeyboardInterrupt(), 130, r"Stopped\. What is finished stays in \S+made; the same command continues\.\n\Z"),
         (
             OSError(28, "No space left"),
             1,

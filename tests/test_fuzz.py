@@ -205,12 +205,12 @@ def check_command_lines(numbers: range, place: Path, tmp_path: Path, monkeypatch
 
 
 def test_some_command_lines_end_in_an_answer_or_one_error(place, tmp_path, monkeypatch):
-    check_command_lines(range(40), place, tmp_path, monkeypatch)
+    check_command_lines(range(30), place, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 def test_two_thousand_command_lines_do(place, tmp_path, monkeypatch):
-    check_command_lines(range(40, 2040), place, tmp_path, monkeypatch)
+    check_command_lines(range(30, 2030), place, tmp_path, monkeypatch)
 
 
 # --- calls ----------------------------------------------------------------------------------------------------
@@ -277,9 +277,9 @@ def check_calls(numbers: range, place: Path, out: Path) -> None:
 
 
 def test_some_calls_answer_or_raise_one_line(place, tmp_path):
-    check_calls(range(150), place, tmp_path)
+    check_calls(range(80), place, tmp_path)
 
 
 @pytest.mark.slow
 def test_two_thousand_calls_do(place, tmp_path):
-    check_calls(range(150, 2150), place, tmp_path)
+    check_calls(range(80, 2080), place, tmp_path)

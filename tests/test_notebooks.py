@@ -1,28 +1,35 @@
 """Every notebook runs from top to bottom, in its folder, against the installed package."""
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SHORTER = {
-    "01-from-prompt-to-block": {"stream_generate(request, 120,": "stream_generate(request, 40,"},
+    "01-from-prompt-to-block": {"stream_generate(request, 120,": "stream_generate(request, 20,"},
     "02-where-drafts-die": {
-        "splitlines()[:30]": "splitlines()[:8]",
-        "max_tokens=256": "max_tokens=64",
-        "[::12][:20]": "[::12][:6]",
-        "max_tokens=64, chat=False": "max_tokens=32, chat=False",
+        "splitlines()[:30]": "splitlines()[:4]",
+        "max_tokens=256": "max_tokens=48",
+        "[::12][:20]": "[::12][:3]",
+        "max_tokens=64, chat=False": "max_tokens=24, chat=False",
     },
-    "03-how-long-a-block": {"{True: 48, False: 32}": "{True: 24, False: 12}"},
+    "03-how-long-a-block": {
+        "REQUESTS = 2": "REQUESTS = 1",
+        "{True: 48, False: 32}": "{True: 24, False: 12}",
+        "max_tokens=32, chat": "max_tokens=4, chat",
+    },
     "04-what-training-buys": {
-        '"train", "160"': '"train", "30"',
+        '"train", "160"': '"train", "24"',
         '"train.data.sequences": [140, 10]': '"train.data.sequences": [20, 10]',
         '"anchors": 16': '"anchors": 4',
         '"intermediate_size": 512': '"intermediate_size": 64',
@@ -30,39 +37,53 @@ SHORTER = {
         '"decay_steps": 15': '"decay_steps": 1',
         '"steps": 30': '"steps": 2',
         '"evaluate_every": 30': '"evaluate_every": 2',
+        '"run.evaluate_prompts": 2': '"run.evaluate_prompts": 1',
         '"limit": 6': '"limit": 2',
+        '"max_tokens": 20': '"max_tokens": 8',
     },
     "05-your-own-architecture": {
-        "splitlines()[:4]": "splitlines()[:2]",
-        "bundled.generate(request, max_tokens=100)": "bundled.generate(request, max_tokens=30)",
-        "stream_generate(request, max_tokens=100)": "stream_generate(request, max_tokens=30)",
-        "HastyAdapter(odd)), rounds=6": "HastyAdapter(odd)), rounds=2",
-        "check(odd, rounds=6)": "check(odd, rounds=2)",
-        '"train", "120"': '"train", "20"',
-        "min(40, len(batches))": "min(3, len(batches))",
+        "splitlines()[:4]": "splitlines()[:1]",
+        "bundled.generate(request, max_tokens=100)": "bundled.generate(request, max_tokens=24)",
+        "stream_generate(request, max_tokens=100)": "stream_generate(request, max_tokens=24)",
+        "HastyAdapter(odd)), rounds=6": "HastyAdapter(odd)), rounds=1",
+        "check(odd, rounds=6)": "check(odd, rounds=1)",
+        '"train", "120"': '"train", "12"',
+        "min(40, len(batches))": "min(2, len(batches))",
     },
-    "06-the-family": {"splitlines()[:6]": "splitlines()[:2]", "max_tokens=96": "max_tokens=32"},
+    "06-the-family": {"splitlines()[:6]": "splitlines()[:1]", "max_tokens=96": "max_tokens=24"},
     "07-make-it-yours": {
         "splitlines()[:8]": "splitlines()[:3]",
-        "decoder.generate(request, max_tokens=80)": "decoder.generate(request, max_tokens=60)",
+        "decoder.generate(request, max_tokens=80)": "decoder.generate(request, max_tokens=40)",
+        '"steps": 10': '"steps": 3',
+        '"evaluate_every": 10': '"evaluate_every": 3',
+        "stream_generate(requests[0], max_tokens=60": "stream_generate(requests[0], max_tokens=20",
         "max_tokens=60, **options": "max_tokens=12, **options",
-        'fox.", max_tokens=60': 'fox.", max_tokens=20',
+        'fox.", max_tokens=60': 'fox.", max_tokens=12',
         "islice(beginnings(), 3)": "islice(beginnings(), 1)",
         '"max_tokens": 30': '"max_tokens": 8',
     },
     "09-learning-from-what-was-served": {
-        '"stdlib_prompts.py", "48"': '"stdlib_prompts.py", "14"',
+        '"stdlib_prompts.py", "48"': '"stdlib_prompts.py", "11"',
         '"max_tokens": 32': '"max_tokens": 10',
         "at_least=12": "at_least=5",
         "per_batch=48": "per_batch=12",
-        ", 30, None": ", 2, None",
+        ", 30, None": ", 1, None",
     },
 }
 """What a notebook runs with here in place of what its outputs are from: the same cells, on less."""
 
 
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[AsyncKernelManager]:
+    """One kernel for all notebooks, in their folder as with Jupyter: each would import the same for seconds."""
+    manager = AsyncKernelManager(kernel_name="python3")
+    asyncio.run(manager.start_kernel(cwd=str(FOLDER)))
+    yield manager
+    asyncio.run(manager.shutdown_kernel(now=True))
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_is_committed_with_outputs(path: Path) -> None:
+def test_notebook_runs_and_is_committed_with_outputs(path: Path, kernel: AsyncKernelManager) -> None:
     notebook = nbformat.read(path, as_version=4)
     code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     counts = [cell.execution_count for cell in code_cells]
@@ -71,8 +92,8 @@ def test_notebook_runs_and_is_committed_with_outputs(path: Path) -> None:
     for long, short in SHORTER.get(path.stem, {}).items():
         [cell] = [cell for cell in code_cells if long in cell.source]
         cell.source = cell.source.replace(long, short)
-    where = {"metadata": {"path": str(FOLDER)}}  # as Jupyter runs it
-    NotebookClient(notebook, timeout=600, startup_timeout=300, kernel_name="python3", resources=where).execute()
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))  # the names of the notebook before
+    NotebookClient(notebook, km=kernel, timeout=600, startup_timeout=300).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     told = "".join(output.text for output in outputs if output.get("name") == "stderr")
     assert "%|" not in told, "no progress bars: a notebook keeps every state of one"

@@ -19,7 +19,6 @@ from dflash import evaluation as bench
 from dflash.core import backend
 from dflash.core.errors import DFlashError
 from dflash.evaluation import batch_speed, doctor, speedup
-from dflash.policies import threads
 
 # --- bench --------------------------------------------------------------------------------------------
 
@@ -90,8 +89,8 @@ def test_batches_that_cannot_be_measured_are_one_line(pair, prompts, options, me
 def test_the_most_time_is_told_before_the_first_answer(report, monkeypatch, caplog):
     monkeypatch.setattr(bench, "time_side", lambda side, prompt: run(tokens=range(9), seconds=4.0))
     with caplog.at_level("INFO", "dflash.core.progress"):
-        report("--max-tokens", "12", "--runs", "3")
-    assert caplog.messages[0] == "bench: at most about 72 s"  # 2 prompts of 3 runs on 2 sides
+        report("--max-tokens", "4", "--runs", "2")
+    assert caplog.messages[0] == "bench: at most about 16 s"  # 2 prompts of 2 runs on 2 sides
 
 
 def test_both_sides_end_and_cache_alike(report):
@@ -221,7 +220,7 @@ def test_doctor_shows_this_machine_a_target_and_what_a_block_costs(pair):
 
 @pytest.mark.skipif(not backend.on_cpu() or not backend.blas_threads(), reason="no BLAS whose threads can be set")
 def test_doctor_shows_how_many_threads_decode_and_why(pair, monkeypatch):
-    for name in threads.VARIABLES:
+    for name in backend.BLAS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(backend, "blas_threads", lambda: 2)
     monkeypatch.setattr(backend, "set_blas_threads", lambda count: True)  # or other tests would compute with two

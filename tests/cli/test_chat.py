@@ -17,7 +17,7 @@ TURNS = [
     "Return the longest word of a sentence.",
     "How can I keep the numbers of at least 9 in a given list in Python?",
 ]
-SHORT = {"max_tokens": 40}
+SHORT = {"max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def decoder() -> DFlashSpeculativeDecoder:
 def chat(decoder, monkeypatch):
     """``dflash chat`` with the bundled models, given lines."""
     monkeypatch.setattr(loading, "load_decoder", lambda *_: decoder)
-    return lambda lines, *options: invoke("chat", "--max-tokens", 40, *options, stdin="".join(f"{x}\n" for x in lines))
+    return lambda lines, *options: invoke("chat", "--max-tokens", 24, *options, stdin="".join(f"{x}\n" for x in lines))
 
 
 def expected(decoder, turns: list[str], system: str | None = None, cut: dict[int, str] | None = None, **options):
@@ -80,8 +80,8 @@ def test_stats_tell_the_last_answer_and_the_whole_chat_and_reset_forgets(chat, d
     none, last, whole, after = shown.stderr.splitlines()
     assert none == after == "No answer yet."
     count = [len(decoder.tokenizer.encode(text)) for text in (first, second)]
-    assert last.startswith(f"last answer: {min(40, count[1] + 1)} tokens, ")
-    assert whole.startswith(f"whole chat:  {sum(min(40, c + 1) for c in count)} tokens, ")
+    assert last.startswith(f"last answer: {min(24, count[1] + 1)} tokens, ")
+    assert whole.startswith(f"whole chat:  {sum(min(24, c + 1) for c in count)} tokens, ")
     assert "acceptance length" in last
 
 

@@ -63,7 +63,7 @@ COMMANDS = {
     "--trace {out}/t.jsonl",
     "cache-prompt": "cache-prompt Hello {pair} --prompt-cache-file {out}/c.safetensors",
     "import": "import {place}/model.gguf {out}/imported",
-    "prompts": "prompts --target {place}/target --count 2 --max-tokens 4 --output {out}/p.jsonl",
+    "prompts": "prompts --target {place}/target --count 2 --max-tokens 4 --round-size 16 --output {out}/p.jsonl",
     "prepare": "prepare {place}/prompts.jsonl {out}/made --target {place}/target --max-tokens 4",
     "data split": "data split {out}/data --heldout-percent 20",
     "data export": "data export {place}/data {out}/exported",

@@ -77,19 +77,19 @@ def continued_plainly(model, pieces, count, **options) -> list[int]:
 def test_turns_of_a_conversation_continue_each_other_in_memory_and_from_a_file(kind, tmp_path, caplog):
     build, options = KINDS[kind]
     model = build()
-    expected = continued_plainly(model, [FIRST, SECOND, THIRD], 20, **options)
+    expected = continued_plainly(model, [FIRST, SECOND, THIRD], 12, **options)
     drafter = ScriptedDrafter(expected, 64, 0.8)
     decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), drafter, **options)
     cache, text = decoder.make_prompt_cache(), []
     if kind == "KeptWindowCache":  # mlx-lm masks what is read in one pass otherwise, and we read the last token later
         expected = []
         for piece in (FIRST, SECOND, THIRD):
-            expected = decoder.spec_generate(expected + piece, 20, prompt_cache=cache, **NO_STOP)[0].tolist()
+            expected = decoder.spec_generate(expected + piece, 12, prompt_cache=cache, **NO_STOP)[0].tolist()
         cache = decoder.make_prompt_cache()
     read = read_by(decoder)
     with caplog.at_level(logging.WARNING):
         for piece in (FIRST, SECOND, THIRD):
-            text = decoder.spec_generate(text + piece, 20, prompt_cache=cache, **NO_STOP)[0].tolist()
+            text = decoder.spec_generate(text + piece, 12, prompt_cache=cache, **NO_STOP)[0].tolist()
             assert text == expected[: len(text)]
             assert len(text) - len(cache.tokens) in (0, 1)
             cache.save(tmp_path / "cache.safetensors")
@@ -105,16 +105,16 @@ def test_the_drafters_context_is_continued_too(kind, tmp_path):
     """Drafts are the same as those of a request without a cache."""
     decoder = with_tokenizer(kind, policy="full")
     cache = decoder.make_prompt_cache()
-    answer = decoder.spec_generate(FIRST * 3, 30, prompt_cache=cache, **NO_STOP)[0].tolist()
-    assert answer == decoder.spec_generate(FIRST * 3, 30, **NO_STOP)[0].tolist()
+    answer = decoder.spec_generate(FIRST * 3, 16, prompt_cache=cache, **NO_STOP)[0].tolist()
+    assert answer == decoder.spec_generate(FIRST * 3, 16, **NO_STOP)[0].tolist()
     cache.save(tmp_path / "cache.safetensors")
     assert cache.draft_cache.offset == cache.target_cache.offset == len(cache.tokens)
 
     def drafts(**options) -> list[list[int]]:
-        return [step.drafted for step in decoder.stream_generate(answer + SECOND, 30, **NO_STOP, **options)]
+        return [step.drafted for step in decoder.stream_generate(answer + SECOND, 16, **NO_STOP, **options)]
 
     loaded = decoder.load_prompt_cache(tmp_path / "cache.safetensors")
-    decoder.spec_generate(answer + THIRD, 30, prompt_cache=copy.deepcopy(cache), **NO_STOP)  # changes only the copy
+    decoder.spec_generate(answer + THIRD, 16, prompt_cache=copy.deepcopy(cache), **NO_STOP)  # changes only the copy
     assert drafts(prompt_cache=cache) == drafts(prompt_cache=loaded) == (expected := drafts())
     assert len(expected) > 2
 
@@ -147,15 +147,15 @@ def test_a_prompt_that_goes_another_way_goes_back_or_is_read_anew(kind, caplog):
     drafter = ScriptedDrafter(FIRST, 64, 0.5)
     decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), drafter, policy="full", **options)
     cache, other = decoder.make_prompt_cache(), [*FIRST[:5], 7, 7]
-    decoder.spec_generate(FIRST, 30, prompt_cache=cache, **NO_STOP)
+    decoder.spec_generate(FIRST, 16, prompt_cache=cache, **NO_STOP)
     read = read_by(decoder)
     with caplog.at_level(logging.WARNING):
-        again = decoder.spec_generate(other, 30, prompt_cache=cache, **NO_STOP)[0].tolist()
+        again = decoder.spec_generate(other, 16, prompt_cache=cache, **NO_STOP)[0].tolist()
     goes_back = kind in ("KVCache", "QuantizedKVCache", "CacheList(KVCache, KVCache)")
     assert sum(read) == len(other) - (5 if goes_back else 0)
     assert ("anew" in caplog.text) is not goes_back
-    assert again == decoder.spec_generate(other, 30, **NO_STOP)[0].tolist()
-    once_more = decoder.spec_generate(other, 30, prompt_cache=cache, **NO_STOP)[0].tolist()  # the very same prompt
+    assert again == decoder.spec_generate(other, 16, **NO_STOP)[0].tolist()
+    once_more = decoder.spec_generate(other, 16, prompt_cache=cache, **NO_STOP)[0].tolist()  # the very same prompt
     assert once_more == again
 
 

@@ -283,13 +283,9 @@ def render_comparison(scores: dict[str, dict[str, Any]]) -> RenderableType:
         for name, results in scores.items():
             row = results if kind is None else results["by_kind"][kind]
             rates = [f"{rate:.3f}" for rate in row["acceptance_by_position"][:FIRST]]
-            over = "" if kind is not None or results is first else _interval(**results["over_first"])
+            over = "" if kind is not None or results is first else f"{Interval(**results['over_first']):.3f}"
             table.add_row(name, str(row["prompts"]), str(row["blocks"]), _length(row, 2), over, *rates)
     return Group(table, "", TAU, "over the first: the ratio of tau on the same prompts, with its 95 % interval")
-
-
-def _interval(value: float, low: float | None, high: float | None) -> str:
-    return f"{value:.3f}" + ("" if low is None else f" ({low:.3f}-{high:.3f})")
 
 
 def render_acceptance(results: dict[str, Any]) -> RenderableType:
@@ -322,6 +318,4 @@ def _kinds_table(results: dict[str, Any]) -> RenderableType:
 def _length(row: dict[str, Any], digits: int) -> str:
     if row["acceptance_length"] is None:
         return "-"
-    limits = row["acceptance_length_interval"]
-    interval = "" if limits is None else f" ({limits[0]:.{digits}f}-{limits[1]:.{digits}f})"
-    return f"{row['acceptance_length']:.{digits}f}{interval}"
+    return f"{Interval(row['acceptance_length'], *row['acceptance_length_interval'] or ()):.{digits}f}"

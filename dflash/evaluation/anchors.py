@@ -4,7 +4,6 @@ By position: how often a draft is right if those before it are, and how often al
 probability: how often drafts of about that probability are right. By place in the answer: tokens that a block commits.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from .acceptance import Drafted
-from .statistics import Ratio
+from .statistics import Interval, Ratio
 
 _BINS = 10
 _PLACES = ((0, 16), (16, 32), (32, 64), (64, 128), (128, 256), (256, None))
@@ -40,9 +39,8 @@ def _position(texts: Blocks, i: int) -> dict[str, Any] | None:
     if not reached.sum():
         return None
     rates = {"acceptance": Ratio.of(right, reached), "survival": Ratio.of(right, known)}
-    return {"position": i + 1, "reached": int(reached.sum())} | {
-        name: _limits(rate, 1.0) for name, rate in rates.items()
-    }
+    limits = {name: vars(rate.interval().bounded(0.0, 1.0)) for name, rate in rates.items()}
+    return {"position": i + 1, "reached": int(reached.sum())} | limits
 
 
 def _calibration(texts: Blocks) -> list[dict[str, Any]]:
@@ -74,20 +72,16 @@ def _place(texts: Blocks, first: int, end: int | None) -> dict[str, Any] | None:
     blocks = sum(map(len, here))
     if not blocks:
         return None
-    length = Ratio.of(map(sum, here), map(len, here))
-    return {"from": first, "to": end, "blocks": blocks, "acceptance_length": _limits(length)}
-
-
-def _limits(ratio: Ratio, most: float = math.inf) -> dict[str, float | None]:
-    interval = ratio.interval()
-    return {"value": interval.value, "low": interval.low, "high": interval.high and min(interval.high, most)}
+    length = Ratio.of(map(sum, here), map(len, here)).interval()
+    return {"from": first, "to": end, "blocks": blocks, "acceptance_length": vars(length)}
 
 
 def render_anchors(results: dict[str, Any]) -> RenderableType:
     """The three tables as text."""
     positions = _table("position", "reached", "right if reached", "all right up to it")
     for row in results["by_position"]:
-        positions.add_row(str(row["position"]), str(row["reached"]), *map(_shown, (row["acceptance"], row["survival"])))
+        rates = (f"{Interval(**row[name]):.3f}" for name in ("acceptance", "survival"))
+        positions.add_row(str(row["position"]), str(row["reached"]), *rates)
     calibration = _table("probability", "drafts", "stated", "right")
     for row in results["calibration"]:
         rates = (f"{row[name]:.3f}" for name in ("probability", "accepted"))
@@ -95,7 +89,8 @@ def render_anchors(results: dict[str, Any]) -> RenderableType:
     places = _table("token of the answer", "blocks", "tokens a block")
     for row in results["by_place"]:
         end = "on" if row["to"] is None else f"to {row['to']}"
-        places.add_row(f"{row['from']} {end}", str(row["blocks"]), _shown(row["acceptance_length"]))
+        length = f"{Interval(**row['acceptance_length']):.3f}"
+        places.add_row(f"{row['from']} {end}", str(row["blocks"]), length)
     parts: list[RenderableType] = [f"blocks after every token: {results['anchors']}", positions, "", places]
     if results["calibration"]:
         parts += ["", calibration]
@@ -107,8 +102,3 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def _shown(interval: dict[str, float | None]) -> str:
-    limits = "" if interval["low"] is None else f" ({interval['low']:.3f}-{interval['high']:.3f})"
-    return f"{interval['value']:.3f}{limits}"

@@ -53,6 +53,11 @@ class Interval:
     low: float | None = None
     high: float | None = None
 
+    def __format__(self, spec: str) -> str:
+        """The value and, in brackets, the limits if there are some; ``spec`` is that of each number."""
+        limits = "" if self.low is None or self.high is None else f" ({self.low:{spec}}-{self.high:{spec}})"
+        return f"{self.value:{spec}}{limits}"
+
     def mapped(self, function: Callable[[float], float]) -> "Interval":
         """The interval of ``function(value)``, for an increasing function such as ``math.exp``."""
         limits = (None if limit is None else function(limit) for limit in (self.low, self.high))

@@ -88,6 +88,10 @@ def test_two_prompts_have_students_interval_at_least_and_resamples_of_one_of_the
     assert (bounded.value, bounded.low, bounded.high) == (3, 1, 5)
 
 
+def test_an_interval_shows_its_limits_if_it_has_some():
+    assert f"{Interval(1.0, 0.7, 1.4):.2f}, {Interval(2.0):.1f}" == "1.00 (0.70-1.40), 2.0"
+
+
 def test_widened_by_an_independent_uncertainty():
     assert student(2) == pytest.approx(4.3027, abs=1e-4)
     assert Interval(1.0, 0.7, 1.4).widened(0.3) == Interval(1.0, 1 - math.hypot(0.3, 0.3), 1 + math.hypot(0.4, 0.3))

@@ -158,7 +158,7 @@ class Answer:
 
     @classmethod
     def on_text(cls, text: Text, blocks: Sequence[Drafted], at: str) -> "Answer":
-        """The target's text, with the blocks that decoding would verify; none of their drafts is accepted after its end."""
+        """The target's text, with the blocks that decoding would verify; none accepts drafts after its end."""
         committed, drafted = [block.committed for block in blocks], [block.drafted for block in blocks]
         return cls(text.answer, None, committed, drafted, [block.right for block in blocks], at)
 

@@ -31,12 +31,8 @@ VOCAB = small.VOCAB
 KINDS = ["llama", "sliding", "gemma3_text", "lfm2", "mamba2", "qwen3_5"]
 
 
-def model(kind: str, seed: int = 0) -> LoadedTargetModel:
-    return built(kind, seed)
-
-
 @lru_cache(maxsize=16)
-def built(kind: str, seed: int) -> LoadedTargetModel:
+def model(kind: str, seed: int = 0) -> LoadedTargetModel:
     if kind in ("llama", "sliding"):
         return target(kind, seed + 3, VOCAB)
     mx.random.seed(seed)  # mlx-lm samples some vectors of recurrent layers
@@ -73,11 +69,11 @@ def assert_plain_text(loaded: LoadedTargetModel, draft, prompt: list[int], count
     return blocks, state
 
 
-EVENTS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, VOCAB - 1)), min_size=1, max_size=5)
+EVENTS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, VOCAB - 1)), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(prompt=st.integers(1, 20), blocks=EVENTS, twice=st.booleans(), other=st.booleans())
 def test_after_any_blocks_the_cache_equals_one_fed_the_committed_tokens(kind, prompt, blocks, twice, other):
     """``twice``: a draft is thrown away before the next; ``other``: the last block does not begin with its anchor."""
@@ -99,27 +95,17 @@ def test_after_any_blocks_the_cache_equals_one_fed_the_committed_tokens(kind, pr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_is_the_models_own_greedy_text_with_its_logits(kind):
-    draft, prompt = drafter(kind, 9), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
-    expected, lead = plain_greedy(model(kind).model, prompt, 8)
-    assert lead > NEAR_TIE
-    cache = draft.make_cache()
-    draft.extend_context(mx.zeros((1, 13, 0)), cache, mx.array([prompt[:-1]]))
-    proposal = draft.propose(mx.array([prompt[-1:]]), 8, cache)
-    assert proposal.tokens.tolist() == [expected]
-    assert proposal.logits.shape == (1, 8, VOCAB)
-    logits = model(kind).model(mx.array([prompt + expected[:-1]]))[:, -8:]
-    assert_close("logits", proposal.logits, logits)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_drafts_for_itself_is_always_right(kind):
     """Every block is full: one position too early or too late anywhere, and nothing would be accepted."""
-    blocks, _ = assert_plain_text(model(kind), drafter(kind), [3, 1, 4, 1, 5], 19, 6)
+    prompt, draft = [3, 1, 4, 1, 5], drafter(kind)
+    blocks, state = assert_plain_text(model(kind), draft, prompt, 19, 6)
     assert [len(block.tokens) for block in blocks] == [6] * 3
+    proposal = draft.propose(mx.array([state.tokens[-1:]]), 5, state.draft_cache)
+    read = mx.array([state.tokens + proposal.tokens[0, :-1].tolist()])
+    assert_close("logits", proposal.logits, model(kind).model(read)[:, -5:])
 
 
-@pytest.mark.parametrize(("kind", "other"), list(zip(KINDS, KINDS[2:] + KINDS[:2], strict=True)))
+@pytest.mark.parametrize(("kind", "other"), [("llama", "qwen3_5"), ("lfm2", "sliding")])
 def test_the_text_is_the_targets_own_and_the_cache_follows_it(kind, other):
     """Another model is hardly ever right."""
     draft, prompt = drafter(other, seed=1), [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4]

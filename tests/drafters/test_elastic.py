@@ -1,26 +1,21 @@
-"""A drafter of elastic blocks fills only what it is asked for, in decoding and in training."""
+"""Many blocks in one pass are each block alone, and a drafter of elastic blocks fills only what it is asked for."""
 
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from support.models import HIDDEN, draft_config, qwen3_model, randomize
+from support.kinds import OPTIONS, random_drafter
+from support.models import HIDDEN, draft_config, qwen3_model
+from support.packagings import FULL, SLIDING
 
 from dflash import LoadedTargetModel, load_drafter, save_drafter
 from dflash.drafters.blocks import draft_hidden
 from dflash.drafters.checkpoints.config import DFlashConfig
-from dflash.drafters.kinds import drafter_class
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-KINDS = {
-    "dflash": {},
+ROWS = {
+    **{kind: {} for kind in OPTIONS},
     "dflash, windows": {"layer_types": (SLIDING, FULL), "sliding_window": 5, "is_causal": False},
     "dflash, anchor drafts": {"sample_from_anchor": True},
-    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
-    "dspark": {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": True},
-    "domino": {"gru_hidden_dim": 10, "emb_dim": 6, "pure_draft_prefix_len": 1, "sample_from_anchor": True},
-    "dflare": {},
 }
 
 
@@ -29,11 +24,9 @@ def target() -> LoadedTargetModel:
     return LoadedTargetModel(qwen3_model(0))
 
 
-def drafter_of(kind: str, target: LoadedTargetModel, **changes):
+def drafter_of(row: str, target: LoadedTargetModel, **changes):
     """Always the same weights."""
-    drafter_type = drafter_class(kind.split(",")[0])
-    drafter = drafter_type(drafter_type.config_class(**{**vars(draft_config()), **KINDS[kind], **changes}))
-    randomize(drafter, 1, scale=2.0)
+    drafter = random_drafter(row.partition(",")[0], 1, 32, **ROWS[row] | changes)
     drafter.bind(target)
     return drafter
 
@@ -46,19 +39,21 @@ def drafts_after(drafter, length: int) -> mx.array:
     return drafter.propose(mx.array([[4]]), length, cache).logits
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROWS)
 def test_drafts_are_those_of_a_drafter_whose_blocks_are_as_short(kind, target):
     elastic = drafter_of(kind, target, elastic_blocks=True)
-    for length in range(1, elastic.block_size):
+    for length in (1, 3, elastic.block_size - 1):
         short = drafter_of(kind, target, block_size=length + (not elastic.config.sample_from_anchor))
         assert mx.allclose(drafts_after(elastic, length), drafts_after(short, length), atol=1e-4)
     assert not mx.allclose(drafts_after(elastic, 2), drafts_after(drafter_of(kind, target), 2), atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafts", [1, 3])
-def test_blocks_are_as_long_in_training(kind, drafts, target):
-    drafter = drafter_of(kind, target, elastic_blocks=True)
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("drafts", [3, None])
+def test_blocks_trained_together_are_the_blocks_drafted_one_by_one(kind, drafts, target):
+    """With as many drafts as a block has, or fewer in elastic blocks."""
+    drafter = drafter_of(kind, target, elastic_blocks=drafts is not None)
+    drafts = drafts or drafter.block_size - 1
     features, tokens = mx.random.normal((1, 20, 3 * HIDDEN), key=mx.random.key(5)), mx.arange(20)[None]
     hidden = draft_hidden(drafter, features, tokens, mx.array([[4, 11]]), drafts)
     for anchor, trained in zip([4, 11], hidden[0], strict=True):

@@ -127,11 +127,11 @@ def test_a_file_with_one_name_changed_is_drafted_almost_whole():
     assert (len(answer) - 1) / (len(blocks) - 1) > 9  # of 16; 6.5 if the latest place is copied
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "sliding", "lfm2", "mamba2"])
+@pytest.mark.parametrize("kind", ["sliding", "mamba2"])
 def test_the_text_is_the_targets_own(kind):
     """Random targets soon repeat themselves, so that drafts are accepted and rejected."""
     mx.random.seed(0)  # mlx-lm samples some vectors of recurrent layers
-    loaded = target(kind, 3) if kind in ("qwen3", "llama", "sliding") else dflash.LoadedTargetModel(small.build(kind))
+    loaded = target(kind, 3) if kind == "sliding" else dflash.LoadedTargetModel(small.build(kind))
     prompt, count = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4], 40
     expected, lead = plain_greedy(loaded.model, prompt, count)
     assert lead > NEAR_TIE

@@ -38,8 +38,8 @@ def test_a_random_life_of_a_batch(name):
     features = len(drafter.target_layer_ids) * drafter.config.hidden_size
     texts = [drafter.make_cache() for _ in range(3)]
     rows = [layer[0].merge(list(layer)) for layer in zip(*(drafter.make_layers() for _ in texts), strict=True)]
-    for round_ in range(30):
-        length = chance.choice([1, 2, 7, 8, 40, 300] if round_ % 7 == 0 else [1, 3, 8])
+    for round_ in range(12):
+        length = chance.choice([1, 2, 7, 8, 40, 300] if round_ % 4 == 0 else [1, 3, 8])
         counts = [chance.randint(0, length) for _ in texts]
         new = mx.random.normal((len(texts), length, features), key=mx.random.key(round_))
         tokens = mx.zeros((len(texts), length), mx.int32)

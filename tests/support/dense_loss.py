@@ -201,7 +201,7 @@ VARIANTS = {
     "one head of keys": {"num_key_value_heads": 1, "head_dim": 16},
     "sliding": {"layer_types": (SLIDING, SLIDING), "sliding_window": 7},
     "sliding and full": {"layer_types": (SLIDING, FULL), "sliding_window": 9},
-    "window shorter than the block": {"layer_types": (FULL, SLIDING), "sliding_window": 3},
+    "window of the first row alone": {"layer_types": (FULL, SLIDING), "sliding_window": 2},
     "bidirectional sliding": {"is_causal": False, "layer_types": (SLIDING, SLIDING), "sliding_window": 7},
     "causal in the block": {"is_causal": True},
     "logit options": {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 2.0},

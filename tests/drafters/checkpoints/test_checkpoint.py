@@ -8,13 +8,11 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import mlx.core as mx
-import numpy as np
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from mlx.utils import tree_flatten
-from support import packagings
 from support.errors import refused
-from support.models import LAYERS, TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, random_drafter, save_target
+from support.models import TEXT_VOCAB, plain_greedy, qwen3_model, random_drafter, save_target
 
 from dflash import DFlashConfig, DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target, save_drafter
 from dflash.core.backend import compute_dtype
@@ -94,13 +92,6 @@ def test_bfloat16_weights_come_back_bit_by_bit(saved, tmp_path):
     assert load_drafter(tmp_path / "again").config == load_drafter(saved).config
 
 
-def test_a_loaded_drafter_drafts_what_the_saved_one_did(tmp_path):
-    original = random_drafter(3, packagings.VOCAB)
-    original.apply(lambda w: w.astype(mx.bfloat16).astype(mx.float32))  # what the file can hold
-    save_drafter(original, tmp_path)
-    np.testing.assert_allclose(packagings.logits(original), packagings.logits(tmp_path), atol=1e-4 if CPU else 0.3)
-
-
 @pytest.mark.skipif(not CPU, reason="a GPU computes in the stored dtype")
 def test_on_the_cpu_drafter_and_target_compute_in_float32(saved, target_folder):
     for model in (load_drafter(saved), load_target(target_folder).model):
@@ -120,16 +111,6 @@ def test_weights_may_be_spread_over_several_files(saved):
         mx.save_safetensors(str(saved / f"model-0000{part}-of-00002.safetensors"), {n: weights[n] for n in held})
     (saved / "model.safetensors").unlink()
     assert {n for n, _ in tree_flatten(load_drafter(saved).parameters())} == PUBLISHED_NAMES
-
-
-def test_a_saved_target_decodes_as_the_model_it_was_saved_from(target_folder):
-    loaded = load_target(target_folder)
-    tokens, _ = plain_greedy(loaded.model, [1, 2, 3], 8)
-    drafter = ScriptedDrafter([1, 2, 3, *tokens], TEXT_VOCAB, 0.7)
-    decoder = DFlashSpeculativeDecoder(loaded, drafter, policy="full")
-    assert decoder.spec_generate(mx.array([[1, 2, 3]]), 8, stop_token_ids=[]).tolist() == [[1, 2, 3, *tokens]]
-    assert loaded.num_layers == LAYERS
-    assert loaded.max_length == 512
 
 
 # --- a save that fails ------------------------------------------------------------------------------------
@@ -161,8 +142,10 @@ def test_a_save_replaces_an_older_checkpoint_and_leaves_two_files(saved):
 # --- bad drafters -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("load", [load_drafter, load_target])
-@pytest.mark.parametrize("path", ["/no/such/folder", "no-such-folder", "./no/such/folder"])
+@pytest.mark.parametrize(
+    ("load", "path"),
+    [(load_drafter, "/no/such/folder"), (load_drafter, "no-such-folder"), (load_target, "./no/such/folder")],
+)
 def test_a_missing_path_is_named(load, path):
     assert_refused(load, path, path, "config.json")
 
@@ -172,15 +155,14 @@ def test_a_file_in_place_of_a_folder_is_refused(saved):
 
 
 @pytest.mark.parametrize(
-    ("reason", "words"),
+    ("load", "reason", "words"),
     [
-        (OSError("no network\nlong story"), "no network"),
-        (LocalEntryNotFoundError("a paragraph"), "hub: it cannot be reached from here."),
-        (RepositoryNotFoundError("a paragraph", response=Mock()), "hub: it has no such model, or a private one."),
-        (GatedRepoError("ask for access", response=Mock()), "ask for access"),
+        (load_target, OSError("no network\nlong story"), "no network"),
+        (load_drafter, LocalEntryNotFoundError("a paragraph"), "hub: it cannot be reached from here."),
+        (load_drafter, RepositoryNotFoundError("a", response=Mock()), "hub: it has no such model, or a private one."),
+        (load_drafter, GatedRepoError("ask for access", response=Mock()), "ask for access"),
     ],
 )
-@pytest.mark.parametrize("load", [load_drafter, load_target])
 def test_a_hub_name_that_cannot_be_downloaded_is_one_line(load, reason, words, monkeypatch):
     def refuse(*_, **__):
         raise reason

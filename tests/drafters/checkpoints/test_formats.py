@@ -82,14 +82,17 @@ SAME = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def plain_logits(tmp_path_factory) -> np.ndarray:
+    return logits(write(tmp_path_factory.mktemp("plain"), *plain()))
+
+
 @pytest.mark.parametrize("form", SAME)
-def test_every_packaging_drafts_what_the_plain_form_does(tmp_path, form):
-    config, weights = plain()
-    changed_config, changed = SAME[form](config, dict(weights))
-    if "encoder.fc.weight" in changed:
-        changed.pop("fc.weight")
-    expected = logits(write(tmp_path / "plain", config, weights))
-    np.testing.assert_array_equal(logits(write(tmp_path / "other", changed_config, changed)), expected)
+def test_every_packaging_drafts_what_the_plain_form_does(tmp_path, form, plain_logits):
+    config, weights = SAME[form](*plain())
+    if "encoder.fc.weight" in weights:
+        weights.pop("fc.weight")
+    np.testing.assert_array_equal(logits(write(tmp_path, config, weights)), plain_logits)
 
 
 def replaced(config: dict, *names: str, **values) -> dict:
@@ -162,13 +165,13 @@ MEANS = {  # packaging of a config: what it means, in plain words of ours
 
 
 @pytest.mark.parametrize("form", MEANS)
-def test_what_a_packaging_says_means_the_same_arithmetic(tmp_path, form):
+def test_what_a_packaging_says_means_the_same_arithmetic(tmp_path, form, plain_logits):
     packaging, meaning = MEANS[form]
     config, weights = plain()
     found = logits(write(tmp_path / "form", packaging(config), weights))
     np.testing.assert_array_equal(found, logits(write(tmp_path / "plain", *plain(**meaning))))
     if meaning:
-        assert np.abs(found - logits(write(tmp_path / "other", config, weights))).max() > 1e-3, "nothing changed"
+        assert np.abs(found - plain_logits).max() > 1e-3, "nothing changed"
 
 
 def test_biases_of_attention_take_part(tmp_path):
@@ -184,7 +187,7 @@ def test_biases_of_attention_take_part(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3DSparkModel", "DSparkDraftModel"])
-def test_a_deepspec_drafter_drafts_at_the_anchors_position_too(tmp_path, architecture):
+def test_a_deepspec_drafter_drafts_at_the_anchors_position_too(tmp_path, architecture, plain_logits):
     """Its block of 8 positions holds 8 drafts, and the first is read where z-lab's block has the anchor."""
     config, weights = plain()
     packaged = deepspec(config, architectures=[architecture])
@@ -192,7 +195,7 @@ def test_a_deepspec_drafter_drafts_at_the_anchors_position_too(tmp_path, archite
     folder = write(tmp_path / "dspark", packaged, weights)
     assert load_drafter(folder).block_size == BLOCK + 1
     drafts = logits(folder, length=BLOCK)
-    np.testing.assert_array_equal(drafts[1:], logits(write(tmp_path / "plain", config, weights)))
+    np.testing.assert_array_equal(drafts[1:], plain_logits)
     save_drafter(load_drafter(folder), tmp_path / "again", dtype=mx.float32)
     np.testing.assert_array_equal(logits(tmp_path / "again", length=BLOCK), drafts)
 
@@ -217,13 +220,13 @@ def test_speculators_say_how_many_drafts_a_block_holds(tmp_path, drafts, explici
     assert load_drafter(write(tmp_path, packaged, weights)).block_size == width
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Llama", "GptOss", "Gemma3Text", "Qwen3Moe", "Qwen3Next"])
-def test_a_copy_of_a_targets_config_around_the_drafters_own_keys_loads(tmp_path, family):
+@pytest.mark.parametrize("family", ["Qwen3", "GptOss", "Gemma3Text", "Qwen3Next"])
+def test_a_copy_of_a_targets_config_around_the_drafters_own_keys_loads(tmp_path, family, plain_logits):
     """Trainers start from the target's config; what they leave of it is no error."""
     transformers = pytest.importorskip("transformers")
     copied = getattr(transformers, f"{family}Config")().to_dict()
     config, weights = plain()
     own = config | {"hidden_act": "silu", "final_logit_softcapping": None, "rope_parameters": None}
     own |= {"attention_bias": False}
-    folder = write(tmp_path / "copied", json.loads(json.dumps(copied | own, default=str)), weights)
-    np.testing.assert_array_equal(logits(folder), logits(write(tmp_path / "plain", config, weights)))
+    folder = write(tmp_path, json.loads(json.dumps(copied | own, default=str)), weights)
+    np.testing.assert_array_equal(logits(folder), plain_logits)

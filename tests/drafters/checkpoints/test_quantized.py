@@ -7,6 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from support.cli import assert_one_error, invoke
+from support.kinds import random_drafter as random_drafter_of_kind
 from support.models import TEXT_VOCAB, plain_greedy, qwen3_model, random_drafter, save_target
 from support.packagings import VOCAB, assert_same_drafts, logits, write
 
@@ -55,25 +56,18 @@ FORMS = {  # what is in the config, the layers that are packed, the type of the 
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_a_quantised_drafter_drafts_what_its_weights_unpacked_do(tmp_path, form, key):
-    options, names, stored = FORMS[form]
-    model = drafter()
-    quantised, dense = packed(flat(model.parameters()), options, names, stored)
-    folder = write(tmp_path / "q", model.config.to_dict() | {key: options}, quantised)
-    plain = write(tmp_path / "plain", model.config.to_dict(), dense)
-    drafts = logits(folder)
-    np.testing.assert_allclose(drafts, logits(plain), atol=2e-4, rtol=1e-4)
-    assert np.abs(drafts - logits(model)).max() > 1e-2, "nothing was quantised"
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_saving_a_quantised_drafter_loses_nothing(tmp_path, form):
+def test_a_quantised_drafter_drafts_what_its_weights_unpacked_do_and_loses_nothing_when_saved(tmp_path, form):
     options, names, stored = FORMS[form]
     model = drafter()
     weights = {n: w.astype(mx.bfloat16).astype(mx.float32) for n, w in flat(model.parameters()).items()}
-    quantised, _ = packed(weights, options, names, stored)
-    first = load_drafter(write(tmp_path / "q", model.config.to_dict() | {"quantization": options}, quantised))
+    quantised, dense = packed(weights, options, names, stored)
+    key = "quantization" if form == "affine" else "quantization_config"
+    first = load_drafter(write(tmp_path / "q", model.config.to_dict() | {key: options}, quantised))
+    drafts = logits(first)
+    plain = logits(write(tmp_path / "plain", model.config.to_dict(), dense))
+    np.testing.assert_allclose(drafts, plain, atol=2e-4, rtol=1e-4)
+    assert np.abs(drafts - logits(model)).max() > 1e-2, "nothing was quantised"
+
     save_drafter(first, tmp_path / "again")
     again = load_drafter(tmp_path / "again")
     assert description(again) == description(first)
@@ -81,6 +75,15 @@ def test_saving_a_quantised_drafter_loses_nothing(tmp_path, form):
     for name, w in flat(first.parameters()).items():
         assert mx.array_equal(w, flat(again.parameters())[name]).item(), name
     assert_same_drafts(again, first)
+
+
+def test_convolutions_are_quantised_too(tmp_path):
+    model = random_drafter_of_kind("dflash2", 3, VOCAB)
+    quantize_drafter(model, bits=8, group_size=32)
+    save_drafter(model, tmp_path)
+    assert isinstance(model.layers[0].mlp_conv.kernel_projection, nn.QuantizedLinear)
+    to_compute_dtype(model)
+    assert_same_drafts(tmp_path, model)
 
 
 def test_names_in_the_description_may_have_a_prefix_and_false_leaves_a_layer_out(tmp_path):
@@ -129,18 +132,17 @@ def test_quantising_leaves_out_what_is_named_or_does_not_divide():
 
 
 def test_the_bundled_drafter_quantised_at_load_keeps_its_acceptance_and_the_targets_text():
-    requests = [json.loads(line)["prompt"] for line in (PAIR / "heldout.jsonl").read_text().splitlines()[:2]]
+    request = json.loads((PAIR / "heldout.jsonl").read_text().splitlines()[0])["prompt"]
 
     def decoded(**options):
         decoder = DFlashSpeculativeDecoder.from_pretrained(**options)
-        answers = [list(decoder.stream_generate(request, 80)) for request in requests]
-        blocks = [response.tokens for answer in answers for response in answer[1:]]
-        return sum(map(len, blocks)) / len(blocks), ["".join(r.text for r in answer) for answer in answers]
+        answer = list(decoder.stream_generate(request, 60))
+        return 60 / len(answer), "".join(response.text for response in answer)
 
-    whole, texts = decoded()
-    for bits, least in ((8, 0.95), (4, 0.85)):
-        length, quantised_texts = decoded(draft_bits=bits)
-        assert quantised_texts == texts
+    whole, text = decoded()
+    for bits, least in ((8, 0.9), (4, 0.8)):
+        length, quantised_text = decoded(draft_bits=bits)
+        assert quantised_text == text
         assert length > least * whole
     assert description(load_drafter(PAIR / "drafter", bits=8)) == {"group_size": 64, "bits": 8, "mode": "affine"}
 

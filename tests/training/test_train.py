@@ -1,5 +1,6 @@
 """A training run, from recipe to drafter: interrupted anywhere it ends the same, and bad input is one line."""
 
+import atexit
 import dataclasses
 import os
 import random
@@ -7,26 +8,24 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 import yaml
 from support.cli import assert_one_error, invoke
 from support.conversations import write_lines
 from support.models import plain_greedy
-from support.runs import read_log, recipe, result, write_dataset, write_recipe, write_target
+from support.runs import read_log, recipe, result, write_dataset, write_recipe
 
 import dflash
 import dflash.training.train as train_module
 from dflash.core.errors import DFlashError, StopTraining, TrainingError
 from dflash.core.files import exclusive_lock
-from dflash.training.batches import Batches
 from dflash.training.callbacks import CALLBACKS
-from dflash.training.data.dataset import open_dataset
 from dflash.training.features import with_target_pass
 from dflash.training.train import cache_features, train
 
@@ -61,37 +60,19 @@ def test_the_same_recipe_again_does_nothing_more_and_says_that_it_is_finished(un
     caplog.set_level("INFO")
     before = result(undisturbed), (undisturbed / "log.jsonl").read_text()
     (undisturbed / "drafter" / ".model-12345678.safetensors").write_bytes(b"half")  # by a killed process
-    train(recipe(folder, "undisturbed"))
-    assert (result(undisturbed), (undisturbed / "log.jsonl").read_text()) == before
+    for changed in (["run.max_loss_spike=null", "run.log_every=7"], []):  # what may change in a run that continues
+        train(recipe(folder, "undisturbed", *changed))
+        assert (result(undisturbed), (undisturbed / "log.jsonl").read_text()) == before
     assert {p.name for p in (undisturbed / "drafter").iterdir()} == {"model.safetensors", "config.json", "README.md"}
     assert "undisturbed is finished: all 8 steps are done." in caplog.text
     assert "Continuing" not in caplog.text
 
 
-def test_gradient_checkpointing_of_the_recipe_reaches_the_loss_and_changes_no_weights(undisturbed, folder, monkeypatch):
+def test_gradient_checkpointing_of_the_recipe_reaches_the_loss(folder, monkeypatch):
     layers, real = [], nn.utils.checkpoint
     monkeypatch.setattr(nn.utils, "checkpoint", lambda layer, run: layers.append(layer) or real(layer, run))
-    train(recipe(folder, "checkpointed", "run.grad_checkpoint=true"))
-    assert len(layers) == 8 * 2  # steps and batches of a step; the drafter has one layer
-    for key, weight in mx.load(str(folder / "checkpointed" / "state.safetensors")).items():
-        expected = mx.load(str(undisturbed / "state.safetensors"))[key]
-        np.testing.assert_allclose(weight, expected, rtol=1e-3, atol=1e-6, err_msg=key)
-
-
-def test_a_second_architecture_trains_by_its_adapter(tmp_path):
-    write_target(tmp_path / "target", "sliding")
-    write_dataset(tmp_path / "data", tmp_path / "target")
-    train(recipe(tmp_path, "run", "run.steps=2"))
-    assert dflash.load_drafter(tmp_path / "run" / "drafter").config.num_target_layers == 4
-
-
-LONG = "run.steps=40", "run.evaluate_every=25"  # long enough to be caught in the middle
-
-
-@pytest.fixture(scope="module")
-def long_run(folder) -> Path:
-    train(recipe(folder, "long", *LONG))
-    return folder / "long"
+    train(recipe(folder, "checkpointed", "run.grad_checkpoint=true", "run.steps=1"))
+    assert len(layers) == 2  # batches of a step; the drafter has one layer
 
 
 def lines_logged(run: Path) -> int:
@@ -99,10 +80,14 @@ def lines_logged(run: Path) -> int:
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_run_killed_at_random_moments_ends_with_the_same_bytes(long_run, folder, kills):
-    name, rng = f"killed-{kills}", random.Random(5)
-    run, sets = folder / name, [part for o in (f"run.folder={folder / name}", *LONG) for part in ("--set", o)]
-    command = [sys.executable, "-m", "dflash", "train", str(write_recipe(folder)), *sets]
+def test_a_run_killed_at_random_moments_ends_with_the_same_bytes(undisturbed, folder, kills):
+    name, rng, whole = f"killed-{kills}", random.Random(5), undisturbed
+    sets = [] if kills == 1 else ["run.steps=40", "run.evaluate_every=25"]  # long enough to be caught in the middle
+    if sets:
+        whole = train(recipe(folder, "long", *sets)).parent
+    run, command = folder / name, [sys.executable, "-m", "dflash", "train", str(write_recipe(folder))]
+    for setting in (f"run.folder={run}", *sets):
+        command += ["--set", setting]
     for kill in range(kills):
         wanted = lines_logged(run) + rng.randint(kill == 0, 4)  # 0: while it starts
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -111,10 +96,10 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bytes(long_run, folde
         time.sleep(rng.random() * 0.03)
         process.kill()
         assert process.wait(timeout=30) == -signal.SIGKILL
-    train(recipe(folder, name, *LONG))
-    assert result(run) == result(long_run)
-    steps = [(line["step"], "loss" in line) for line in read_log(run)]
-    assert steps == [(line["step"], "loss" in line) for line in read_log(long_run)]
+    train(recipe(folder, name, *sets))
+    assert result(run) == result(whole)
+    one, other = ([(line["step"], "loss" in line) for line in read_log(place)] for place in (run, whole))
+    assert one == other
 
 
 def test_ctrl_c_saves_exits_with_130_and_the_run_continues_to_the_same_bytes(undisturbed, folder):
@@ -158,24 +143,15 @@ def test_a_callback_that_stops_a_run_exits_with_0_and_the_run_continues_to_the_s
 
 
 def test_a_bad_batch_of_a_run_is_named_with_its_sequences(folder, monkeypatch):
-    monkeypatch.setattr("dflash.training.train.with_target_pass", spoiled_from(9))
+    def spoiled(*args):
+        batch = with_target_pass(*args)
+        return lambda n: batch(n)._replace(features=batch(n).features * float("nan")) if n >= 9 else batch(n)
+
+    monkeypatch.setattr("dflash.training.train.with_target_pass", spoiled)
     with pytest.raises(TrainingError, match=r"loss is nan at step 5, in batch 9 \(sequences \d+(, \d+)*\)") as error:
         train(recipe(folder, "nan"))
     named = [int(n) for n in re.findall(r"sequences ([\d, ]+)\)", str(error.value))[0].split(",")]
     assert set(named) < set(range(24))
-
-
-def spoiled_from(number: int):
-    def spoiled(*args):
-        batch = with_target_pass(*args)
-
-        def one(n):
-            made = batch(n)
-            return made._replace(features=made.features * (float("nan") if n >= number else 1.0))
-
-        return one
-
-    return spoiled
 
 
 @pytest.mark.parametrize(
@@ -193,23 +169,18 @@ def test_a_run_that_was_refused_is_one_line_and_leaves_no_folder(folder, setting
     assert not (folder / "refused").exists()
 
 
-@pytest.mark.parametrize("place", ["/proc/x", "file", "file/run"])
-@pytest.mark.parametrize(("command", "key"), [("train", "run.folder"), ("cache-features", "data.cached_features")])
-def test_a_folder_that_cannot_be_written_to_is_one_line(folder, tmp_path, place, command, key):
+@pytest.mark.parametrize(
+    ("command", "key", "place"),
+    [
+        ("train", "run.folder", "/proc/x"),
+        ("train", "run.folder", "file"),
+        ("cache-features", "data.cached_features", "file/features"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_one_line(folder, tmp_path, command, key, place):
     (tmp_path / "file").write_text("")
     answer = invoke(command, write_recipe(folder), "--set", f"{key}={tmp_path / place}")
     assert_one_error(answer, rf"(Cannot write to {key} .*: .* Set {key} to another folder|file.* is a file)")
-
-
-def test_a_log_with_lines_of_ones_own_never_stops_a_run(undisturbed, folder):
-    run = folder / "noted"
-    train(recipe(folder, "noted", "run.steps=8"))
-    notes = b'tried a new GPU\n5\n{"loss": 1}\ncaf\xe9\n'
-    state = (undisturbed / "state.safetensors").read_bytes()
-    (run / "log.jsonl").write_bytes(notes + (run / "log.jsonl").read_bytes())
-    train(recipe(folder, "noted"))
-    assert (run / "log.jsonl").read_bytes().startswith(notes)
-    assert (run / "state.safetensors").read_bytes() == state
 
 
 def test_a_finished_run_of_muon_is_made_longer_and_one_of_adamw_is_refused_with_advice(undisturbed, folder):
@@ -238,21 +209,16 @@ def test_a_run_starts_from_given_weights(undisturbed, folder):
 
 
 def test_elastic_blocks_are_trained_at_every_length(undisturbed, folder, monkeypatch):
-    drafts = []
-    real = train_module.drafter_loss
-    monkeypatch.setattr(
-        train_module,
-        "drafter_loss",
-        lambda model, batch, *a, **k: drafts.append(batch.drafts) or real(model, batch, *a, **k),
-    )
-    train(recipe(folder, "elastic", "drafter.elastic_blocks=true"))
+    drafts, real = [], train_module.drafter_loss
+
+    def kept(model, batch, *args, **options):
+        drafts.append(batch.drafts)
+        return real(model, batch, *args, **options)
+
+    monkeypatch.setattr(train_module, "drafter_loss", kept)
+    train(recipe(folder, "elastic", f"drafter.from={undisturbed / 'drafter'}", "drafter.elastic_blocks=true"))
     assert set(drafts) == {1, 2, 3}
     assert dflash.load_drafter(folder / "elastic" / "drafter").config.elastic_blocks
-    drafts.clear()
-    train(recipe(folder, "tuned-elastic", f"drafter.from={undisturbed / 'drafter'}", "drafter.elastic_blocks=true",
-                 "run.steps=1"))  # fmt: skip
-    assert drafts[0] in {1, 2, 3}
-    assert dflash.load_drafter(folder / "tuned-elastic" / "drafter").config.elastic_blocks
 
 
 def test_callbacks_of_a_recipe_and_on_log_get_the_log(folder):
@@ -280,43 +246,15 @@ def test_training_from_python_is_visible_unless_logging_shows_it(folder, capsys,
     assert not capsys.readouterr().err
 
 
-THREAD = """
-import sys, threading
-from pathlib import Path
-from dflash.training.recipe import load_recipe
-from dflash.training.train import train
-
-recipe = load_recipe(sys.argv[1], sys.argv[2:])
-thread = threading.Thread(target=train, args=(recipe,))
-thread.start()
-thread.join()
-"""
-
-
-def test_training_in_a_thread_ends_without_an_abort(folder):
-    sets = [f"run.folder={folder / 'threaded'}", "run.steps=1", "run.evaluate_tokens=1"]
-    done = subprocess.run([sys.executable, "-c", THREAD, write_recipe(folder), *sets], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_training_in_a_thread_lets_the_thread_end_before_the_process(folder, monkeypatch):
+    """Otherwise MLX may abort the process (tests/core/test_backend.py)."""
+    waits, register = [], atexit.register
+    monkeypatch.setattr(atexit, "register", lambda wait: (waits.append(wait), register(wait)))
+    thread = threading.Thread(target=train, args=[recipe(folder, "threaded", "run.steps=1")])
+    thread.start()
+    thread.join()
+    assert waits
     assert (folder / "threaded" / "drafter" / "model.safetensors").exists()
-
-
-def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(folder, monkeypatch):
-    values, real, written = ["--set", f"run.folder={folder / 'full'}"], mx.save_safetensors, []
-
-    def full(name, *args, **kwargs):
-        written.append(name)
-        if len(written) > 2:
-            Path(name).write_bytes(b"half")
-            raise RuntimeError("[write] Unable to write 9 bytes")
-        real(name, *args, **kwargs)
-
-    monkeypatch.setattr(mx, "save_safetensors", full)
-    answer = invoke("train", write_recipe(folder), *values)
-    assert answer.exit_code == 1
-    assert "Cannot write" in answer.stderr.splitlines()[-1]
-    monkeypatch.undo()
-    assert mx.load(str(folder / "full" / "state.safetensors"), return_metadata=True)[1]["step"] == "3"
-    assert list((folder / "full").glob(".*")) == []
 
 
 def test_a_run_folder_of_another_recipe_or_other_data_is_refused(undisturbed, folder, tmp_path):
@@ -325,14 +263,6 @@ def test_a_run_folder_of_another_recipe_or_other_data_is_refused(undisturbed, fo
     write_dataset(tmp_path / "data", folder / "target", seed=1)
     with pytest.raises(TrainingError, match=r"run with dataset\."):
         train(recipe(folder, "undisturbed", f"data.folder={tmp_path / 'data'}"))
-
-
-def test_a_run_that_a_loss_spike_stopped_goes_on_with_a_greater_limit(folder):
-    short = "run.steps=20", "run.evaluate_every=100"
-    with pytest.raises(TrainingError, match=r"max_loss_spike 1 sets .* raise run.max_loss_spike"):
-        train(recipe(folder, "exploding", *short, "run.max_loss_spike=1.0000001"))
-    train(recipe(folder, "exploding", *short, "run.max_loss_spike=null"))
-    assert read_log(folder / "exploding")[-1]["step"] == 20
 
 
 def test_a_second_process_is_kept_out_of_every_folder_that_one_is_writing_to(folder, tmp_path):
@@ -350,16 +280,15 @@ def test_a_second_process_is_kept_out_of_every_folder_that_one_is_writing_to(fol
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_of_the_first_sequences_reads_the_features_of_all(folder):
-    few = recipe(folder, "few", "data.sequences=3", "run.steps=4")
-    cached = recipe(folder, "few-cached", "data.sequences=3", "run.steps=4", f"data.cached_features={folder / 'all'}")
-    every = recipe(folder, "every", "run.steps=4")
+def test_a_run_of_the_first_sequences_reads_the_features_of_all(folder, caplog):
+    short = "run.steps=2", "run.evaluate_every=100"
+    few = recipe(folder, "few", "data.sequences=3", *short)
+    cached = recipe(folder, "few-cached", "data.sequences=3", *short, f"data.cached_features={folder / 'all'}")
     cache_features(dataclasses.replace(cached, data=dataclasses.replace(cached.data, sequences=None)))
-    losses = {}
-    for one in (few, cached, every):
+    caplog.set_level("INFO")
+    losses = []
+    for one in (few, cached):
         train(one)
-        losses[one.run.folder.name] = [line["loss"] for line in read_log(one.run.folder) if "loss" in line]
-    assert losses["few"] == pytest.approx(losses["few-cached"], rel=1e-3)
-    assert losses["few"] != pytest.approx(losses["every"], rel=1e-3)
-    batches = Batches(open_dataset(few.data.folder, "train", None).first(3), few.data, epochs=2)
-    assert {int(n) for number in range(len(batches)) for n in batches.members(number)} == {0, 1, 2}
+        losses.append([line["loss"] for line in read_log(one.run.folder) if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert caplog.text.count("3 sequences, 4 batches, 2 steps on") == 2

@@ -11,51 +11,60 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
-from support.runs import read_log, write_dataset, write_recipe, write_target
+from support.runs import read_log, recipe
 
 import dflash
-from dflash.core.errors import TrainingError
+from dflash.core.errors import StopTraining, TrainingError
 from dflash.core.settings import load_settings
-from dflash.training.loop.distributed import Ranks, time_limit
+from dflash.training.loop.distributed import LOST, Ranks, time_limit
+from dflash.training.loop.fit import FitSettings, fit
+from dflash.training.loop.run_folder import read_progress
 from dflash.training.recipe import Recipe
 from dflash.training.train import train
 
-PROGRAM = "import sys; sys.argv[0] = 'dflash'; from dflash import cli; cli.main()"
 LIMIT = 60  # seconds that a survivor may take to end; tests wait no longer for anything
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import dflash, mlx.core as mx, mlx.nn as nn, numpy as np
+from dflash.training.loop.distributed import Ranks
+from dflash.training.loop.fit import FitSettings, fit
 
+def batch(number):
+    time.sleep(0.005)
+    return (mx.array(np.random.default_rng(number).normal(size=(4, 3)).astype(np.float32)),)
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    write_target(folder / "target")
-    write_dataset(folder / "data", folder / "target")
-    write_recipe(folder)
-    return folder
+def loss(model, batch):
+    return (model(*batch) ** 2).mean()
+
+def run(folder, ranks):
+    mx.random.seed(ranks.rank)  # all begin with the weights of rank 0
+    settings = FitSettings(steps=40, batches_per_step=2, log_every=1, checkpoint_every=2, evaluate_every=30)
+    evaluate = lambda: {"score": float(ranks.all_reduce_sum(np.ones(1))[0])}
+    fit(nn.Linear(3, 2), batch, loss, settings, folder, evaluate, ranks=ranks)
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), Ranks.of_this_run(timeout=float(sys.argv[2])))
+"""
 
 
 class Pair:
-    """Ranks 0 and 1 of ``dflash train`` on the ring backend, started as ``mlx.launch`` starts them."""
+    """Ranks 0 and 1 of the program on the ring backend, started as ``mlx.launch`` starts them."""
 
-    def __init__(self, folder: Path, name: str, *overrides: str, plugin: Path | None = None):
-        ports = [free_port() for _ in range(2)]
-        hosts = folder / f"{name}-hosts.json"
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-        sets = [a for o in (f"run.folder={folder / name}", *overrides) for a in ("--set", o)]
-        sets += [] if plugin is None else ["--plugin", str(plugin)]
-        environment = os.environ | {
-            "PYTHONPATH": str(Path(dflash.__file__).parents[1]),
-            "MLX_HOSTFILE": str(hosts),
-        }
-        self.run = folder / name
+    def __init__(self, run: Path, timeout: float = 30):
+        hosts, first = run.with_suffix(".json"), free_ports(2)
+        hosts.write_text(json.dumps([[f"127.0.0.1:{first + rank}"] for rank in range(2)]))
+        environment = {"PYTHONPATH": str(Path(dflash.__file__).parents[1]), "MLX_HOSTFILE": str(hosts)}
+        self.run = run
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, "train", str(folder / "recipe.yaml"), *sets],
-                stdout=subprocess.PIPE,
+                [sys.executable, "-c", PROGRAM, str(run), str(timeout)],
                 stderr=subprocess.PIPE,
                 text=True,
-                env=environment | {"MLX_RANK": str(rank)},
+                env=os.environ | environment | {"MLX_RANK": str(rank)},
             )
             for rank in range(2)
         ]
@@ -74,43 +83,47 @@ class Pair:
         while not ((self.run / "log.jsonl").exists() and len(read_log(self.run)) >= count):
             assert time.monotonic() < end, "the run did not start"
             assert all(p.poll() is None for p in self.processes), [p.communicate() for p in self.processes]
-            time.sleep(0.01)
+            time.sleep(0.002)
 
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    def end(self, code: int) -> None:
+        """Wait for both to end with ``code``."""
+        errors = [process.communicate(timeout=LIMIT) for process in self.processes]
+        assert [process.returncode for process in self.processes] == [code, code], errors
 
 
 def free_ports(count: int) -> int:
     """The first of ``count`` free ports in a row."""
     while True:
-        first = free_port()
         with ExitStack() as listeners, suppress(OSError, OverflowError):
-            for port in range(first, first + count):
-                listeners.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            first = 0
+            for port in range(count):
+                listener = listeners.enter_context(socket.socket())
+                listener.bind(("127.0.0.1", first and first + port))
+                first = first or listener.getsockname()[1]
             return first
 
 
-def weights(run: Path) -> dict[str, np.ndarray]:
-    arrays = mx.load(str(run / "state.safetensors"))
-    return {name: np.array(w) for name, w in arrays.items() if name.startswith("model.")}
-
-
 def assert_same_weights(one: Path, two: Path) -> None:
-    first, second = weights(one), weights(two)
+    first, second = (mx.load(str(run / "state.safetensors")) for run in (one, two))
     assert first.keys() == second.keys()
-    for name, w in first.items():
-        np.testing.assert_allclose(w, second[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    for name in (name for name in first if name.startswith("model.")):
+        np.testing.assert_allclose(first[name], second[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_ranks_of_mlx_launch_reach_the_weights_of_one_process_with_the_same_global_batch(folder):
+def test_ranks_of_mlx_launch_reach_the_weights_of_one_process_with_the_same_global_batch(folder, tmp_path):
     """Started as the README says; the ring of ``mlx.launch`` takes the ports from the starting one on."""
-    train(load_settings(Recipe, folder / "recipe.yaml", [f"run.folder={folder / 'one'}"]))
-    scripts, port = Path(sys.executable).parent, free_ports(2)
+    train(recipe(folder, "one", "run.steps=4"))
+    scripts, port, two = Path(sys.executable).parent, free_ports(2), tmp_path / "two"
     command = [scripts / "mlx.launch", "-n", "2", "--backend", "ring", "--starting-port", str(port)]
-    training = [scripts / "dflash", "train", folder / "recipe.yaml", "--set", f"run.folder={folder / 'two'}"]
+    training = [
+        scripts / "dflash",
+        "train",
+        folder / "recipe.yaml",
+        "--set",
+        f"run.folder={two}",
+        "--set",
+        "run.steps=4",
+    ]
     launch = subprocess.Popen(
         [*command, *training], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -121,93 +134,61 @@ def test_ranks_of_mlx_launch_reach_the_weights_of_one_process_with_the_same_glob
             os.killpg(launch.pid, signal.SIGKILL)  # the ranks, should the launcher have left them running
     assert launch.returncode == 0, output
     assert "2 process(es)" in output
-    assert_same_weights(folder / "one", folder / "two")
-    one, two = read_log(folder / "one"), read_log(folder / "two")
-    assert [line["step"] for line in one] == [line["step"] for line in two]  # rank 0 alone writes
-    for a, b in zip(one, two, strict=True):
+    assert_same_weights(folder / "one", two)
+    logs = read_log(folder / "one"), read_log(two)
+    assert [line["step"] for line in logs[0]] == [line["step"] for line in logs[1]]  # rank 0 alone writes
+    for a, b in zip(*logs, strict=True):
         assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-3)
         assert a.get("blocks") == b.get("blocks")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """The program's run in one process."""
+    names: dict = {"__name__": "program"}
+    exec(PROGRAM, names)
+    folder = tmp_path_factory.mktemp("alone")
+    names["run"](folder, Ranks())
+    return folder
 
 
 @pytest.mark.parametrize(
     ("lost", "how"),
     [
         pytest.param(1, signal.SIGKILL, id="rank 1"),
-        pytest.param(0, signal.SIGKILL, id="rank 0", marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGKILL, id="rank 0"),
         pytest.param(1, signal.SIGSTOP, id="silent", marks=pytest.mark.slow),
     ],
 )
-def test_a_lost_rank_ends_the_other_within_a_minute_and_the_run_can_go_on(folder, lost, how):
-    name = f"lost-{lost}-{how.name}"
-    with Pair(folder, name, "run.steps=3000", "run.evaluate_every=1000000", "run.peer_timeout=10") as pair:
+def test_a_lost_rank_ends_the_other_within_a_minute_and_does_not_change_where_the_run_ends(alone, tmp_path, lost, how):
+    with Pair(tmp_path / "lost", timeout=5) as pair:
         pair.wait_for_steps(4)
         pair.processes[lost].send_signal(how)
         survivor = pair.processes[1 - lost]
         _, errors = survivor.communicate(timeout=LIMIT)  # raises if it does not end
     assert survivor.returncode == 1
-    last = errors.strip().splitlines()[-1]
-    assert last.startswith("error: Another process of this run has died or cannot be reached."), errors
-    assert int(mx.load(str(pair.run / "state.safetensors"), return_metadata=True)[1]["step"]) >= 2
-    assert weights(pair.run)
+    assert LOST in errors.strip().splitlines()[-1], errors
+    assert 2 <= read_progress(pair.run / "state.safetensors").step < 40
+    with Pair(pair.run) as pair:
+        pair.end(0)
+    assert_same_weights(alone, pair.run)
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_does_not_change_where_the_run_ends(folder):
-    (folder / "one").exists() or train(load_settings(Recipe, folder / "recipe.yaml", [f"run.folder={folder / 'one'}"]))
-    with Pair(folder, "resumed", "run.peer_timeout=10") as pair:
-        pair.wait_for_steps(3)
-        pair.processes[1].kill()
-        pair.processes[0].communicate(timeout=LIMIT)
-    with Pair(folder, "resumed") as pair:
-        outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
-        assert [p.returncode for p in pair.processes] == [0, 0], outputs
-    assert_same_weights(folder / "one", folder / "resumed")
-
-
-@pytest.mark.slow
-def test_ranks_make_up_for_an_evaluation_that_was_cut_short(folder):
-    """As if killed in the last one: rank 0 alone knows that it is missing from the log."""
-    for lines in (slice(None), slice(-1)):
-        if (log := folder / "owing" / "log.jsonl").exists():
-            whole = log.read_text()
-            log.write_text("".join(whole.splitlines(keepends=True)[lines]))
-        with Pair(folder, "owing") as pair:
-            outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
-            assert [p.returncode for p in pair.processes] == [0, 0], outputs
-    assert log.read_text().splitlines()[:-1] == whole.splitlines()[:-1]
-    assert read_log(pair.run)[-1]["step"] == json.loads(whole.splitlines()[-1])["step"]
-    assert "blocks" in read_log(pair.run)[-1]
-
-
-def test_ctrl_c_saves_and_ends_every_rank_with_130(folder):
-    with Pair(folder, "stopped", "run.steps=3000", "run.evaluate_every=1000000", "run.checkpoint_every=50000") as pair:
+def test_ctrl_c_saves_and_ends_every_rank_and_an_evaluation_that_was_cut_short_is_made_up_for(alone, tmp_path):
+    """Rank 0 alone knows which is missing from the log."""
+    with Pair(tmp_path / "stopped") as pair:
         pair.wait_for_steps(2)
         for process in pair.processes:
             process.send_signal(signal.SIGINT)
-        outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
-        assert [p.returncode for p in pair.processes] == [130, 130], outputs
-    step = int(mx.load(str(pair.run / "state.safetensors"), return_metadata=True)[1]["step"])
-    assert step == read_log(pair.run)[-1]["step"]
-
-
-def test_a_callback_of_rank_0_saves_and_ends_every_rank_with_0(folder):
-    plugin = folder / "stops_at_two.py"
-    plugin.write_text("""
-from dflash.training import StopTraining, register_callback
-
-@register_callback("stops_at_two")
-def stops_at_two(run):
-    def on_log(line):
-        if line["step"] == 2:
-            raise StopTraining("two are enough")
-    return on_log
-""")
-    sets = ["run.steps=3000", "run.evaluate_every=1000000", "run.checkpoint_every=50000", "run.log_every=1"]
-    with Pair(folder, "ended", *sets, "run.callbacks=[stops_at_two]", plugin=plugin) as pair:
-        outputs = [p.communicate(timeout=LIMIT) for p in pair.processes]
-        assert [p.returncode for p in pair.processes] == [0, 0], outputs
-    assert "Stopped at step 3 of 3000 by a callback (two are enough); the same command continues." in outputs[0][1]
-    assert mx.load(str(pair.run / "state.safetensors"), return_metadata=True)[1]["step"] == "3"
+        pair.end(-signal.SIGINT)
+    assert read_progress(pair.run / "state.safetensors").step == read_log(pair.run)[-1]["step"]
+    for _ in range(2):
+        with Pair(pair.run) as pair:
+            pair.end(0)
+        whole = (pair.run / "log.jsonl").read_text().splitlines(keepends=True)
+        (pair.run / "log.jsonl").write_text("".join(whole[:-1]))  # as if killed in the last evaluation
+        assert {"step": 40, "score": 2.0}.items() <= json.loads(whole[-1]).items()
+    assert_same_weights(alone, pair.run)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -230,6 +211,36 @@ def test_a_time_limit_calls_only_what_is_late():
     with time_limit(0.05, lambda: called.append(2)):
         time.sleep(0.3)
     assert called == [2]
+
+
+class OneOfTwo(Ranks):
+    """A rank beside one that does the same, and is asked to stop after its second step if ``other`` says so."""
+
+    def __init__(self, other: float):
+        super().__init__()
+        self.other, self.sent = other, []
+
+    def all_gather(self, values):
+        self.sent.append(values[-1])
+        return [*values, self.other if len(self.sent) == 2 else 0.0]
+
+
+@pytest.mark.parametrize(("code", "stop"), [(1.0, KeyboardInterrupt), (2.0, StopTraining)])
+def test_whichever_rank_is_asked_to_stop_all_end_after_the_same_step(tmp_path, code, stop):
+    def asked(line):
+        raise stop
+
+    def run(name, ranks, **options):
+        model, batch = nn.Linear(2, 1), (mx.ones((1, 2)),)
+        settings = FitSettings(steps=5, log_every=1, checkpoint_every=100)
+        with pytest.raises(stop):
+            fit(model, lambda _: batch, lambda m, b: m(*b).sum(), settings, tmp_path / name, ranks=ranks, **options)
+        return read_progress(tmp_path / name / "state.safetensors").step
+
+    assert run("told", OneOfTwo(code)) == 2
+    ranks = OneOfTwo(0.0)
+    assert run("tells", ranks, on_log=[asked]) == 2
+    assert ranks.sent == [0.0, code]
 
 
 def test_one_process_alone_sends_nothing():

@@ -72,8 +72,9 @@ def files(folder: Path) -> dict[str, bytes]:
 # --- the arrays -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next", "gemma3_text"])
-@pytest.mark.parametrize("kind", ["cross_entropy", "mix"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "mix"), ("qwen3_next", "cross_entropy"), ("gemma3_text", "cross_entropy")]
+)
 def test_a_run_ends_with_the_same_weights_with_and_without_the_cache(name, kind, tmp_path):
     objective = ObjectiveSettings(kind)
     with_hidden = objective.needs_target_logits
@@ -83,13 +84,13 @@ def test_a_run_ends_with_the_same_weights_with_and_without_the_cache(name, kind,
     for number, batch in enumerate((computed, cached)):
         drafter = new_drafter(SHAPE, it.target)
         loss = partial(drafter_loss, objective=objective, head=it.target.head, dtype=mx.float32)
-        fit(drafter, batch, loss, FitSettings(steps=3), tmp_path / str(number))
+        fit(drafter, batch, loss, FitSettings(steps=2), tmp_path / str(number))
         results.append(dict(tree_flatten(drafter.parameters())))
     for key, weight in results[0].items():
         np.testing.assert_allclose(weight, results[1][key], rtol=1e-4, atol=2e-6, err_msg=key)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_cached_arrays_are_bit_for_bit_what_the_target_computed_in_its_dtype(dtype, tmp_path, monkeypatch):
     passes, real = [], fc.forward_hidden
 
@@ -111,7 +112,7 @@ def test_cached_arrays_are_bit_for_bit_what_the_target_computed_in_its_dtype(dty
             assert mx.array_equal(found[0], expected[: len(tokens)])
 
 
-@pytest.mark.parametrize("layers", [(2,), (0, 3), (3, 0, 2), (2, 0)])
+@pytest.mark.parametrize("layers", [(2,), (3, 0, 2)])
 def test_a_cache_of_more_layers_in_any_order_holds_those_of_fewer_bit_for_bit(layers, tmp_path):
     more, exact = made(tmp_path / "more", layers=(2, 0, 3)), made(tmp_path / "exact", layers=layers)
     numbers = exact.batches.numbers[:4]

@@ -21,7 +21,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
+    return write_target(tmp_path_factory.mktemp("fit") / "target")
 
 
 @pytest.fixture(autouse=True)
@@ -32,26 +32,30 @@ def _random_bytes_are_requests(monkeypatch):
 
 def fit(target, output, *options):
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
-    return invoke("fit", "--target", target, "--output", output, "--max-tokens", 12, *settings, *options)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(target, tmp_path_factory):
-    return target, tmp_path_factory.mktemp("fit") / "out"
+    return invoke("fit", "--target", target, "--output", output, "--count", 8, "--max-tokens", 12, *settings, *options)
 
 
 def stages(text: str) -> list[str]:
     return re.findall(r"Stage (\w+)", text)
 
 
-def test_a_target_alone_becomes_a_drafter_and_every_stage_is_told_with_its_time(undisturbed, caplog):
-    target, out = undisturbed
+@pytest.fixture
+def undisturbed(target):
+    """The folder of a finished pipeline; made by the first test that needs it."""
+    out = target.parent / "out"
+    if not out.exists():
+        assert fit(target, out).exit_code == 0
+    return out
+
+
+def test_a_target_alone_becomes_a_drafter_and_every_stage_is_told_with_its_time(target, caplog):
+    out = target.parent / "out"
     with caplog.at_level("INFO"):
-        result = fit(target, out, "--count", 12)
+        result = fit(target, out)
     assert result.exit_code == 0, result.output
     assert stages(caplog.text) == ["requests", "responses", "recipe", "training", "export"]
-    assert re.search(r"Stage requests: 12, made up by the target\.\n.* requests: about \d+ s\n", caplog.text)
-    assert re.search(r"Stage responses to 12 requests, at most about \d+ s\.", caplog.text)
+    assert re.search(r"Stage requests: 8, made up by the target\.\n.* requests: about \d+ s\n", caplog.text)
+    assert re.search(r"Stage responses to 8 requests, at most about \d+ s\.", caplog.text)
     assert re.search(r"Stage training, at most about \d+ s\.", caplog.text)
     assert f"--target {target} --drafter {out}/drafter" in result.stdout
     decoder = dflash.DFlashSpeculativeDecoder.from_pretrained(str(target), str(out / "drafter"))
@@ -60,7 +64,7 @@ def test_a_target_alone_becomes_a_drafter_and_every_stage_is_told_with_its_time(
     before = tree(out)
     caplog.clear()
     with caplog.at_level("INFO"):
-        assert fit(target, out, "--count", 12).exit_code == 0
+        assert fit(target, out).exit_code == 0
     assert "Nothing is left to do" in caplog.text
     assert tree(out) == before
 
@@ -68,23 +72,23 @@ def test_a_target_alone_becomes_a_drafter_and_every_stage_is_told_with_its_time(
 @pytest.mark.parametrize(
     ("there", "left"),
     [
-        ([], ["12 requests, made up by the target", "responses to 12 requests", "a recipe", "training", "export"]),
+        ([], ["8 requests, made up by the target", "responses to 8 requests", "a recipe", "training", "export"]),
         (["prompts.jsonl", "data"], ["a recipe", "training", "export"]),
         (["data", "recipe.yaml"], ["training", "export"]),
         (["data", "recipe.yaml", "run", "drafter"], []),
     ],
 )
-def test_a_dry_run_says_what_is_left_and_how_long_it_takes_and_writes_nothing(undisturbed, tmp_path, there, left):
-    target, done = undisturbed
-    assert fit(target, done, "--count", 12).exit_code == 0
-    out = tmp_path / "out"
+def test_a_dry_run_says_what_is_left_and_how_long_it_takes_and_writes_nothing(
+    target, undisturbed, tmp_path, there, left
+):
+    done, out = undisturbed, tmp_path / "out"
     out.mkdir()
     for name in there:
         (shutil.copytree if (done / name).is_dir() else shutil.copy)(done / name, out / name)
         if name == "recipe.yaml":
             (out / name).write_text((done / name).read_text().replace(str(done), str(out)))
     before = tree(out)
-    result = fit(target, out, "--count", 12, "--dry-run")
+    result = fit(target, out, "--dry-run")
     assert result.exit_code == 0, result.output
     said = dict(line.split(": ") for line in result.stdout.splitlines() if ": " in line)
     assert [stage.partition(", without")[0] for stage in said] == [*left, *["in all"] * bool(left)]
@@ -94,43 +98,33 @@ def test_a_dry_run_says_what_is_left_and_how_long_it_takes_and_writes_nothing(un
     assert tree(out) == before
 
 
-@pytest.mark.parametrize("stopped", ["prepare", "train", "export"])
-def test_stopped_before_any_stage_it_continues_to_the_same_drafter(undisturbed, tmp_path, monkeypatch, caplog, stopped):
-    target, quiet = undisturbed
-    out = tmp_path / "out"
-
+def test_stopped_before_every_stage_it_continues_to_the_same_drafter(
+    target, undisturbed, tmp_path, monkeypatch, caplog
+):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, stopped, stop)
-        result = fit(target, out, "--count", 12)
-    assert result.exit_code == 130
-    assert "the same command continues" in result.stderr
-    caplog.clear()
-    with caplog.at_level("INFO"):
-        assert fit(target, out, "--count", 12).exit_code == 0
-    left = {"prepare": 4, "train": 2, "export": 1}[stopped]
-    assert [stage for stage in stages(caplog.text) if stage != "requests"] == [
-        "responses", "recipe", "training", "export"
-    ][4 - left :]  # fmt: skip
+    begins = {
+        "prepare": ["responses"],
+        "train": ["responses", "recipe", "training"],
+        "export": ["training", "export"],
+        None: ["export"],
+    }
+    for stopped, expected in begins.items():
+        caplog.clear()
+        with monkeypatch.context() as patch, caplog.at_level("INFO"):
+            if stopped:
+                patch.setattr(pipeline, stopped, stop)
+            result = fit(target, tmp_path / "out")
+        assert result.exit_code == (130 if stopped else 0)
+        assert not stopped or "the same command continues" in result.stderr
+        assert [stage for stage in stages(caplog.text) if stage != "requests"] == expected
     weights = "drafter/model.safetensors"
-    assert (out / weights).read_bytes() == (quiet / weights).read_bytes()
+    assert (tmp_path / "out" / weights).read_bytes() == (undisturbed / weights).read_bytes()
 
 
-def test_own_requests_take_the_place_of_made_up_ones(target, tmp_path, caplog):
-    own = write_lines(tmp_path / "own.jsonl", *(f'{{"prompt": "Say {i}"}}' for i in range(9)))
-    with caplog.at_level("INFO"):
-        result = fit(target, tmp_path / "out", "--prompts", own, "--count", 7)
-    assert result.exit_code == 0, result.output
-    assert stages(caplog.text) == ["responses", "recipe", "training", "export"]
-    assert not (tmp_path / "out/prompts.jsonl").exists()
-    assert "Stage responses to 7 requests" in caplog.text
-
-
-def test_a_folder_of_something_else_or_of_another_target_is_refused(undisturbed, tmp_path):
-    target, out = undisturbed
-    assert fit(target, out, "--count", 12).exit_code == 0
+def test_a_folder_of_something_else_or_of_another_target_is_refused(target, undisturbed, tmp_path):
+    out = undisturbed
     assert_one_error(fit(out / "run", out), r"belongs to the target \S+target\S*, not \S+run; choose a new folder")
     for made in ("run", "no-plan"):
         shutil.copytree(out / ("run" if made == "run" else ""), tmp_path / made)
@@ -141,17 +135,21 @@ def test_a_folder_of_something_else_or_of_another_target_is_refused(undisturbed,
         assert tree(tmp_path / made) == before
 
 
-def test_a_target_with_code_of_its_own_is_fitted_where_it_is_trusted(target, tmp_path):
+def test_a_target_with_code_of_its_own_is_fitted_where_it_is_trusted_and_to_own_requests(target, tmp_path, caplog):
     shutil.copytree(target, tmp_path / "odd")
     config = json.loads((target / "config.json").read_text())
     (tmp_path / "odd/config.json").write_text(json.dumps(config | {"model_file": "odd.py"}))
     (tmp_path / "odd/odd.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs\n")
     own = write_lines(tmp_path / "own.jsonl", *(f'{{"prompt": "Say {i}"}}' for i in range(9)))
-    args = [tmp_path / "odd", tmp_path / "out", "--prompts", own]
+    args = [tmp_path / "odd", tmp_path / "out", "--prompts", own, "--count", 7]
     assert_one_error(fit(*args), "--trust-remote-code on the command line")
-    result = fit(*args, "--trust-remote-code")
+    with caplog.at_level("INFO"):
+        result = fit(*args, "--trust-remote-code")
     assert result.exit_code == 0, result.output
     assert result.stdout.endswith("--trust-remote-code\n")
+    assert stages(caplog.text) == ["responses", "recipe", "training", "export"]
+    assert "Stage responses to 7 requests" in caplog.text
+    assert not (tmp_path / "out/prompts.jsonl").exists()
 
 
 def test_mistakes_are_one_line_of_error(target, tmp_path):

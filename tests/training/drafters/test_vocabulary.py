@@ -307,7 +307,7 @@ def test_a_start_keeps_its_vocabulary_whatever_its_kind_becomes(reduced_run, fol
     assert extended.markov_head.markov_w2.weight.shape == (20, 4)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_run_from_a_start_with_a_head_of_its_own_teaches_the_head_and_keeps_the_vocabulary(folder, tmp_path, kind):
     target, shape = load_target(folder / "target"), recipe(folder, "x").drafter
     model = new_drafter(shape, target)
@@ -329,10 +329,10 @@ DRAWN = {"temp": 1.0, "verify": "speculative_sampling", "policy": "full"}
     ("kind", "own", "ways"),
     [
         (None, {}, [{"policy": "full"}, {"policy": "adaptive"}, DRAWN]),
-        ("dflare", {}, [{"policy": "full"}, {"tree": 6}, DRAWN]),
-        ("dflash2", {"selector_rank": 4}, [{"policy": "full"}, {"tree": 6}, DRAWN]),
-        ("dspark", {"markov_rank": 4}, [{"policy": "full"}, {"tree": 6}, DRAWN]),
-        ("domino", {"gru_hidden_dim": 8}, [{"policy": "full"}, {"tree": 6}, DRAWN]),
+        ("dflare", {}, [{"tree": 6}]),
+        ("dflash2", {"selector_rank": 4}, [{"tree": 6}, DRAWN]),
+        ("dspark", {"markov_rank": 4}, [{"tree": 6}, DRAWN]),
+        ("domino", {"gru_hidden_dim": 8}, [{"tree": 6}, DRAWN]),
     ],
 )
 def test_text_is_exact_and_drafts_are_among_the_known_tokens(reduced_run, folder, kind, own, ways):
@@ -346,12 +346,12 @@ def test_text_is_exact_and_drafts_are_among_the_known_tokens(reduced_run, folder
     decoder, prompt = DFlashSpeculativeDecoder(target, model), [65, 70, 71]
     mx.random.seed(0)
     for options in ways:
-        found = list(decoder.stream_generate(prompt, 20, **options))
+        found = list(decoder.stream_generate(prompt, 12, **options))
         drafted = {t for r in found for t in r.drafted}
         assert drafted
         assert drafted <= set(model.token_ids.tolist())
         if "temp" not in options:
-            assert [t for r in found for t in r.tokens] == plain_greedy(target.model, prompt, 20)[0]
+            assert [t for r in found for t in r.tokens] == plain_greedy(target.model, prompt, 12)[0]
 
 
 def test_a_trained_drafter_that_knows_the_tokens_of_its_text_is_accepted_as_often_as_with_all():
@@ -359,11 +359,11 @@ def test_a_trained_drafter_that_knows_the_tokens_of_its_text_is_accepted_as_ofte
     target, whole = load_target(PAIR / "target"), load_drafter(PAIR / "drafter")
     prompts = [target.adapter.chat_tokens(target.tokenizer, [{"role": "user", "content": "What is 17 + 25?"}])]
     decoder = DFlashSpeculativeDecoder(target, whole, policy="full")
-    written = sorted({t for r in decoder.stream_generate(prompts[0], 40) for t in (*r.tokens, *r.drafted)})
-    lengths = [measure(target, whole, prompts, 40).length]
+    written = sorted({t for r in decoder.stream_generate(prompts[0], 24) for t in (*r.tokens, *r.drafted)})
+    lengths = [measure(target, whole, prompts, 24).length]
     for ids in (written, written[::2]):
         model = load_drafter(PAIR / "drafter")
         model.config = replace(model.config, draft_vocab_size=len(ids))
         model.reduce_vocabulary(mx.array(ids), own_head=False)
-        lengths.append(measure(target, model, prompts, 40).length)
+        lengths.append(measure(target, model, prompts, 24).length)
     assert lengths[1] == lengths[0] > lengths[2] >= 1

@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 
-BATCH_SECONDS = 0.5
-"""How long records wait to be completed and written together, if all of them go to a :class:`TraceFile`."""
-
 Record = dict[str, Any]
 Trace = Callable[[Record], object]
 """Called with each record of a request: ``list.append``, a :class:`TraceFile`, or any function."""
@@ -37,9 +34,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=
 class TraceFile:
     """Writes records to a JSONL file, one line each; as a :data:`Trace` it takes any number of requests.
 
-    Records are completed and written in batches, twice a second and at the end of a request, which is faster than one
-    at a time. A process that is killed leaves whole lines and loses at most its last half second. The open file may be
-    read meanwhile.
+    A process that is killed loses no block that was answered. The open file may be read meanwhile.
 
     Args:
         path: An existing file is replaced.
@@ -51,8 +46,6 @@ class TraceFile:
 
     def __init__(self, path: str | Path, **about: Any):
         self._path, self._about = path, about
-        self.held_back: list[Callable[[], None]] = []
-        """Called before the file closes: each writes the records that an unfinished request still holds back."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
@@ -86,13 +79,9 @@ class TraceFile:
         return OSError(f"Cannot write the trace {self._path}: {error.strerror or error}.")
 
     def close(self) -> None:
-        """Write what unfinished requests hold back, and close the file."""
-        try:
-            for send in self.held_back:
-                send()
-        finally:
-            with suppress(OSError):  # what could not be written has been told
-                self._file.close()
+        """Close the file."""
+        with suppress(OSError):  # what could not be written has been told
+            self._file.close()
 
     def __enter__(self) -> "TraceFile":
         return self
@@ -178,23 +167,21 @@ class TokenTexts:
 
 
 class Recorder:
-    """Makes the records of one request and passes them on: at once, or in batches if all of ``traces`` are files."""
+    """Makes the records of one request and passes them on."""
 
-    def __init__(self, traces: Sequence[Trace], texts: "TokenTexts", profile: "Profile | None" = None):
+    def __init__(self, traces: Sequence[Trace], texts: TokenTexts, profile: Profile | None = None):
         self.profile = profile
         self._traces: list[Trace] = list(traces) if profile is None else [*traces, profile]
-        self._batch_seconds = BATCH_SECONDS if all(isinstance(trace, TraceFile) for trace in traces) else 0.0
         self._texts, self._known = texts, set[int]()
         self._number = self._position = 0
-        self._waiting: list[tuple[Block, Record]] = []
-        self._began = self._last = self._sent = time.perf_counter()
+        self._began = self._last = time.perf_counter()
 
     def request(self, prompt: Sequence[int], about: Mapping[str, Any]) -> None:
         """The request's own record; the clock starts after it."""
         text = "".join(self._texts[token] for token in prompt)
         self._position = len(prompt)
         self._send({"record": "request", "format": FORMAT, **about, "prompt_tokens": prompt, "prompt": text})
-        self._began = self._last = self._sent = time.perf_counter()
+        self._began = self._last = time.perf_counter()
 
     def block(self, block: Block, tokens: list[int], why: Mapping[str, float], shown: Record) -> None:
         """The record of ``block``, cut to ``tokens``; ``shown`` has its ``pieces``, ``text`` and ``finish_reason``."""
@@ -204,18 +191,10 @@ class Recorder:
         pieces = shown["pieces"] + [""] * (len(tokens) - len(shown["pieces"]))  # a stop token has no text
         now = time.perf_counter()
         record |= {**shown, "pieces": pieces, "seconds": self._seconds(block, now - self._last)}
-        self._waiting.append((block, record | {"time": now - self._began}))
+        record["time"] = now - self._began
         self._last, self._number, self._position = now, self._number + 1, self._position + len(tokens)
-        if shown["finish_reason"] is not None or now - self._sent >= self._batch_seconds:
-            self.send_waiting()
-
-    def send_waiting(self) -> None:
-        """Complete the waiting records and pass them on."""
-        waiting, self._waiting = self._waiting, []
-        for block, record in waiting:
-            seen = inspected_record(block) if block.inspected is not None else {"drafts": block.drafted}
-            self._send({**record, **seen, "texts": self._new_texts(seen, record["tokens"])})
-        self._sent = time.perf_counter()
+        seen = inspected_record(block) if block.inspected is not None else {"drafts": block.drafted}
+        self._send(record | seen | {"texts": self._new_texts(seen, tokens)})
 
     def _send(self, record: Record) -> None:
         for trace in self._traces:
@@ -263,13 +242,7 @@ def recording(
         names = {name: getattr(model, "model_type", type(model).__name__) for name, model in models.items()}
         now = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
         recorder.request(list(prompt), names | _plain(about) | now | _surroundings())
-        held_back = sink.held_back if isinstance(sink, TraceFile) else []
-        held_back.append(recorder.send_waiting)
-        try:
-            yield recorder
-        finally:
-            held_back.remove(recorder.send_waiting)
-            recorder.send_waiting()
+        yield recorder
 
 
 @cache

@@ -1,13 +1,16 @@
 """Many prompts at once: their options are checked before the first token, then one running batch answers them."""
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from mlx_lm.generate import StopSequences
 
 from .core.errors import GenerationError
 from .core.values import require_count
-from .decoding.batch import Tapped
-from .decoding.batch_stream import Request, stream_requests
-from .decoding.stream import DFlashResponse
+from .decoding.batch import SpeculativeGenerator, Tapped
+from .decoding.sampling import LogitsProcessor, Sampler
+from .decoding.stream import Answer, DFlashResponse, Step
 from .decoding.text import TextStream
 from .decoding.verify import first_mismatch
 from .options import DecodeOptions
@@ -22,6 +25,18 @@ OF_ALL = ("policy", "prefill_step_size")
 """Options that hold for a whole batch."""
 ALONE = ("tree", "max_kv_size", "kv_bits", "prompt_cache", "trace", "profile")
 """Options of requests that are decoded alone."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row: its prompt, and how it is sampled and ends."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampler: Sampler
+    processors: Sequence[LogitsProcessor]
+    stops: frozenset[int]
+    text: TextStream
 
 
 def stream_batch(
@@ -46,7 +61,36 @@ def stream_batch(
         _request(decoder, prompt, wanted, common, own, of_prompts)
         for prompt, own in zip(prompts, each or [{}] * len(prompts), strict=True)
     ]
-    return stream_requests(tapped(decoder, wanted), requests, batch_size, wanted.prefill_step_size)
+    return _answered(tapped(decoder, wanted), requests, batch_size, wanted.prefill_step_size)
+
+
+def _answered(
+    model: Tapped, requests: Sequence[Request], batch_size: int, step_size: int
+) -> Generator[tuple[int, DFlashResponse], None, None]:
+    """The responses of all requests, each with its request's number. Closing this, or any error, ends all of them."""
+    generator = SpeculativeGenerator(model, batch_size, step_size)
+    try:
+        asked = [(number, request) for number, request in enumerate(requests) if request.max_tokens]
+        uids = generator.insert(
+            [request.prompt for _, request in asked],
+            [request.max_tokens for _, request in asked],
+            samplers=[request.sampler for _, request in asked],
+            logits_processors=[list(request.processors) for _, request in asked],
+            stop_sequences=[StopSequences([[token] for token in request.stops]) for _, request in asked],
+        )
+        answers = {
+            uid: (number, Answer(len(request.prompt), request.text))
+            for uid, (number, request) in zip(uids, asked, strict=True)
+        }
+        while blocks := generator.next_generated():
+            for block in blocks:
+                number, answer = answers[block.uid]
+                response = answer.add(Step(block.block.tokens, block.block, block.finish_reason, error=block.error))
+                if response.finish_reason is not None and block.finish_reason is None:
+                    generator.remove([block.uid])  # a stop string
+                yield number, response
+    finally:
+        generator.close()
 
 
 def tapped(decoder: "DFlashSpeculativeDecoder", options: DecodeOptions) -> Tapped:

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
@@ -37,6 +38,7 @@ from .verify import NO_TOKEN, accepted_length, sample_target
 logger = logging.getLogger(__name__)
 
 WAITING = 64  # plain steps whose features are kept for the drafter, at most
+PROMPTS_AT_ONCE = 8  # read in one pass, as in mlx-lm
 
 
 class Tapped:
@@ -298,10 +300,19 @@ class SpeculativeBatch(GenerationBatch):
 
 
 class SpeculativeGenerator(BatchGenerator):
-    """mlx-lm's ``BatchGenerator`` over a :class:`Tapped` model; its generation responses are :class:`RowBlock`."""
+    """mlx-lm's ``BatchGenerator`` over a :class:`Tapped` model; its generation responses are :class:`RowBlock`.
 
-    def __init__(self, model: Tapped, **options: Any):
-        super().__init__(cast(Any, model), stream=mx.default_stream(mx.default_device()), **options)
+    It decodes at most ``rows`` texts at once, and reads prompts in steps of ``step_size`` tokens.
+    """
+
+    def __init__(self, model: Tapped, rows: int, step_size: int):
+        super().__init__(
+            cast(Any, model),
+            completion_batch_size=rows,
+            prefill_batch_size=min(rows, PROMPTS_AT_ONCE),
+            prefill_step_size=step_size,
+            stream=mx.default_stream(mx.default_device()),
+        )
         self._generation_batch = SpeculativeBatch.empty(cast(Any, model), self.sampler)
 
     def insert_segments(
@@ -314,14 +325,24 @@ class SpeculativeGenerator(BatchGenerator):
     def _make_batch(self, n: int) -> Any:
         """The next prompts, each with samplers and logits processors that can fail alone."""
         batch = super()._make_batch(n)
-        batch.samplers = [
-            s if s is GREEDY or isinstance(s, DrawingSampler) else Guarded(s, GREEDY) for s in batch.samplers
-        ]
+        batch.samplers = [_of_row(sampler) for sampler in batch.samplers]
         batch.logits_processors = [
             [Guarded(process, lambda _, logits: logits) for process in processors or ()]
             for processors in batch.logits_processors
         ]
         return batch
+
+
+def _of_row(sampler: Sampler) -> Sampler:
+    """The sampler as a row has it: mlx-lm samples rows that share one in one call, which not every one allows."""
+    if isinstance(sampler, DrawingSampler):
+        return _first_equal(sampler)
+    return sampler if sampler is GREEDY else Guarded(sampler, GREEDY)
+
+
+@lru_cache
+def _first_equal(sampler: DrawingSampler) -> DrawingSampler:
+    return sampler
 
 
 def _failed(uid: int, error: Exception) -> RowBlock:

@@ -1,7 +1,7 @@
 """What is told of decoding: in a response's usage and metrics, and in Prometheus' text, in vLLM's names."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client as prometheus
@@ -10,48 +10,33 @@ if TYPE_CHECKING:
     from ..decoding.stream import DFlashResponse
 
 
-class Counts:
-    """Of one request: tokens, and how many blocks accepted how many drafts.
+def totals(steps: Sequence["DFlashResponse"]) -> tuple[int, int, int]:
+    """Tokens, drafts that the target verified, and accepted ones, in the steps of a request."""
+    tokens = sum(len(step.tokens) for step in steps)
+    drafted = sum(len(step.drafted) for step in steps)
+    return tokens, drafted, sum(step.accepted for step in steps)
 
-    ``prompt`` and ``answer`` are its token ids, ``blocks`` has the drafts and the accepted ones of each block.
-    """
 
-    def __init__(self) -> None:
-        self.tokens = self.drafted = self.accepted = 0
-        self.histogram: Counter[int] = Counter()
-        self.prompt: list[int] = []
-        self.answer: list[int] = []
-        self.blocks: list[tuple[int, int]] = []
-        self.finish: str | None = None
-
-    def add(self, step: "DFlashResponse") -> None:
-        """Count a step; only one with drafts is a block."""
-        self.tokens, self.finish = step.generation_tokens, step.finish_reason
-        self.answer += step.tokens
-        if step.drafted:
-            self.drafted += len(step.drafted)
-            self.accepted += step.accepted
-            self.histogram[step.accepted] += 1
-            self.blocks.append((len(step.drafted), step.accepted))
-
-    def put_into(self, response: dict[str, Any]) -> None:
-        """Complete the usage of ``response``: accepted and rejected drafts are those that the target verified."""
-        blocks = self.histogram.total()
-        usage = response["usage"]
-        usage |= {"completion_tokens": self.tokens, "total_tokens": usage["prompt_tokens"] + self.tokens}
-        usage["completion_tokens_details"] = {
-            "accepted_prediction_tokens": self.accepted,
-            "rejected_prediction_tokens": self.drafted - self.accepted,
-        }
-        of_blocks = {
-            "mean_acceptance_length": 1 + self.accepted / blocks if blocks else None,
-            "draft_acceptance_rate": self.accepted / self.drafted if blocks else None,
-            "acceptance_histogram": {str(accepted): self.histogram[accepted] for accepted in sorted(self.histogram)},
-            "num_spec_steps": blocks,
-            "num_draft_tokens": self.drafted,
-            "num_accepted_draft_tokens": self.accepted,
-        }
-        response["metrics"] = {"speculative_decoding": of_blocks}
+def complete_usage(response: dict[str, Any], steps: Sequence["DFlashResponse"]) -> None:
+    """Put into the usage and metrics of ``response`` what the steps of its request were; a block is one with drafts."""
+    tokens, drafted, accepted = totals(steps)
+    histogram = Counter(step.accepted for step in steps if step.drafted)
+    blocks = histogram.total()
+    usage = response["usage"]
+    usage |= {"completion_tokens": tokens, "total_tokens": usage["prompt_tokens"] + tokens}
+    usage["completion_tokens_details"] = {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": drafted - accepted,
+    }
+    of_blocks = {
+        "mean_acceptance_length": 1 + accepted / blocks if blocks else None,
+        "draft_acceptance_rate": accepted / drafted if blocks else None,
+        "acceptance_histogram": {str(count): histogram[count] for count in sorted(histogram)},
+        "num_spec_steps": blocks,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+    }
+    response["metrics"] = {"speculative_decoding": of_blocks}
 
 
 COUNTERS = {

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
-from mlx_lm.server import GenerationContext, Response, _format_top_logprobs
+from mlx_lm.server import Response, _format_top_logprobs
 
 from ..batches import ALONE, tapped
 from ..core.errors import IncompatibleModelsError, one_line
 from ..decoding.batch import RowBlock, SpeculativeGenerator
-from ..decoding.batch_stream import PROMPTS_AT_ONCE, row_sampler
 from ..decoding.sampling import Sampler
 from ..decoding.stream import Answer, DFlashResponse, Step
 from ..options import DecodeOptions
@@ -41,7 +40,6 @@ class Job:
     Args:
         client: Who asked.
         respond: Takes what mlx-lm's handlers read of a request: its progress, responses, an error, ``None`` at the end.
-        context: What they were told of it first.
         tokens: The prompt, then the answer.
         ends: Where parts of the prompt end with which others may begin, and mlx-lm's names of these parts.
         options: How it is decoded.
@@ -53,7 +51,6 @@ class Job:
 
     client: "Handler"
     respond: Callable[[Any], None]
-    context: GenerationContext
     tokens: list[int]
     ends: dict[int, str]
     options: DecodeOptions
@@ -75,12 +72,8 @@ class Job:
     @property
     def finish(self) -> str:
         """Why the answer ended, ``"abort"`` before its end."""
-        return self.client.counts.finish or "abort"
-
-    @property
-    def gone(self) -> bool:
-        """Whether nobody waits for the answer any more."""
-        return self.context._should_stop or self.client.gone()
+        steps = self.client.steps
+        return (steps and steps[-1].finish_reason) or "abort"
 
 
 class Engine:
@@ -137,7 +130,7 @@ class Engine:
 
     def step(self) -> None:
         """A block of every request, or a part of its prompt."""
-        for job in [job for job in self.jobs if job.gone]:
+        for job in [job for job in self.jobs if job.client.gone()]:
             self._end(job, ConnectionError("The client has gone."))
         if self._rows:
             self._step_batch()
@@ -188,12 +181,7 @@ class Engine:
         options, decoder = job.options, self.decoder
         if self._batch is None:
             assert self._model is not None
-            self._batch = SpeculativeGenerator(
-                self._model,
-                completion_batch_size=self._most,
-                prefill_batch_size=min(self._most, PROMPTS_AT_ONCE),
-                prefill_step_size=options.prefill_step_size,
-            )
+            self._batch = SpeculativeGenerator(self._model, self._most, options.prefill_step_size)
         held = job.cache.begin(job.tokens)
         ends = [held, *(end for end in sorted(job.ends) if end > held), len(job.tokens)]
         stops = decoder.loaded_target.stop_token_ids() if options.stop_token_ids is None else options.stop_token_ids
@@ -202,7 +190,7 @@ class Engine:
             [job.left],
             [job.cache.row()],
             [job.tokens[:held]],
-            [row_sampler(options.build_sampler(decoder.tokenizer))],
+            [options.build_sampler(decoder.tokenizer)],
             [options.build_processors()],
             [StopSequences([[token] for token in stops])],
         )
@@ -248,7 +236,7 @@ class Engine:
         """Tell what became certain in a step; returns whether the answer ends there."""
         job.tokens += step.tokens
         response = job.answer.add(step)
-        job.client.counts.add(response)
+        job.client.steps.append(response)
         self._count(response)
         for told in _told(job, response, self.decoder.tokenizer):
             job.respond(told)

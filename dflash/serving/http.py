@@ -15,9 +15,10 @@ from mlx_lm.server import APIHandler
 
 from ..core.errors import DFlashError, one_line
 from ..core.values import short
+from ..decoding.stream import DFlashResponse
 from .body import Refused, checked_body, json_object
-from .counts import Counts
-from .generator import Generator, Request
+from .counts import complete_usage, totals
+from .generator import Generator
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,14 @@ class Handler(APIHandler):
     timeout = 60
     """Seconds that a client may take to send its body or to read a piece of the answer."""
     response_generator: Generator
+    prompt: list[int]
     decode: Callable[[list[int]], str]
     """That of the model that answers."""
 
     def setup(self) -> None:
         super().setup()
-        self.counts = Counts()
+        self.steps: list[DFlashResponse] = []
+        """What has been decoded of the answer."""
         self.stream = False
         self._sent = 0
         self._heard = time.monotonic()
@@ -80,7 +83,7 @@ class Handler(APIHandler):
     def _complete(self) -> None:
         if self.path not in COMPLETIONS:
             raise Refused(404, f"There is no {self.path}; expected one of {', '.join(COMPLETIONS)}.")
-        models = list(self.response_generator.model_provider.loaders)
+        models = list(self.response_generator.served)
         body = json.dumps(checked_body(self._body(), self.path in CHAT, models)).encode()
         self.rfile = io.BytesIO(body)
         self.headers.replace_header("Content-Length", str(len(body)))
@@ -98,7 +101,7 @@ class Handler(APIHandler):
         self._send(200, self._model(generator.cli_args.model))
 
     def _body(self) -> bytes:
-        length, most = self.headers.get("Content-Length", ""), self.response_generator.cli_args.max_body_bytes
+        length, most = self.headers.get("Content-Length", ""), self.response_generator.serving.max_body_bytes
         if not length.isdecimal() or len(length) > 18:
             raise Refused(411, "The header Content-Length is missing, or no number of bytes.")
         if int(length) > most:
@@ -114,16 +117,9 @@ class Handler(APIHandler):
         except (ValueError, TypeError) as error:
             raise Refused(400, f"{one_line(error)}.") from error
 
-    def handle_chat_completions(self) -> Request:
-        return self._known(super().handle_chat_completions())
-
-    def handle_text_completions(self) -> Request:
-        return self._known(super().handle_text_completions())
-
-    def _known(self, asked: Any) -> Request:
-        request = Request(**vars(asked))
+    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
         request.client = self
-        return request
+        super().handle_completion(request, stop_words)
 
     def _tell(self) -> None:
         generator = self.response_generator
@@ -133,18 +129,18 @@ class Handler(APIHandler):
         elif self.path == "/metrics":
             self._send(200, generator.metrics.text(), "text/plain; version=0.0.4")
         elif self.path.rstrip("/") == "/v1/models":
-            names = generator.model_provider.loaders
+            names = generator.served
             self._send(200, {"object": "list", "data": [self._model(name) for name in names]})
-        elif (name := self.path.removeprefix("/v1/models/")) in generator.model_provider.loaders:
+        elif (name := self.path.removeprefix("/v1/models/")) in generator.served:
             self._send(200, self._model(name))
         else:
             raise Refused(404, f"There is no {self.path}.")
 
     def _model(self, name: str) -> dict[str, Any]:
         """What is told of a model; of one that has not been loaded yet, its name."""
-        provider = self.response_generator.model_provider
-        about = {"id": name, "object": "model", "created": provider.cli_args.created, "owned_by": "dflash"}
-        return about | {"loaded": name == provider.name} | provider.about.get(name, {})
+        generator = self.response_generator
+        about = {"id": name, "object": "model", "created": generator.cli_args.created, "owned_by": "dflash"}
+        return about | {"loaded": name == generator.name} | generator.about.get(name, {})
 
     # --- responses --------------------------------------------------------------------------------------
 
@@ -153,29 +149,31 @@ class Handler(APIHandler):
         if response["choices"][0]["finish_reason"] is not None:
             self._record()
         if "usage" in response:
-            self.counts.put_into(response)
+            complete_usage(response, self.steps)
             if found := response["choices"][0].get("logprobs"):
                 found["content"] = self._logprobs(found["content"], kwargs["tokens"], kwargs["token_logprobs"])
         return response
 
     def _record(self) -> None:
         """Record the request, unless it forbids that, before the client gets the end of its answer."""
-        record, body, counts = self.response_generator.record, self.body, self.counts
+        record, body, steps = self.response_generator.record, self.body, self.steps
         if record is None or body["model"] != self.response_generator.cli_args.model:  # it has one target's
             return
-        if not body.get("store", True) or counts.finish is None or not counts.answer:
+        answer = [token for step in steps for token in step.tokens]
+        if not body.get("store", True) or not answer or steps[-1].finish_reason is None:
             return
         messages = body["messages"] if self.path in CHAT else [{"role": "user", "content": body["prompt"]}]
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty, self.logit_bias)
         greedy = self.temperature == 0 and not any(penalties)
-        about = {"chat": self.path in CHAT, "greedy": greedy, "finish_reason": counts.finish, "blocks": counts.blocks}
-        record.add(messages, counts.prompt, counts.answer, **about)
+        blocks = [(len(step.drafted), step.accepted) for step in steps if step.drafted]
+        about = {"chat": self.path in CHAT, "greedy": greedy, "finish_reason": steps[-1].finish_reason}
+        record.add(messages, self.prompt, answer, **about, blocks=blocks)
 
     def _logprobs(
         self, content: list[dict[str, Any]], tokens: list[int], logprobs: list[float]
     ) -> list[dict[str, Any]]:
         """Of each token; mlx-lm names any of the likeliest in its place. The end of an answer is no token."""
-        count = self.counts.tokens
+        count, _, _ = totals(self.steps)
         return [
             {"id": token, "token": self.decode([token]), "logprob": logprob}
             | {"top_logprobs": sorted(entry.get("top_logprobs", ()), key=lambda top: -top["logprob"])}
@@ -184,7 +182,7 @@ class Handler(APIHandler):
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         response = super().completion_usage_response(*args, **kwargs) | {"object": self.object_type}
-        self.counts.put_into(response)
+        complete_usage(response, self.steps)
         return response
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
@@ -206,8 +204,8 @@ class Handler(APIHandler):
         """Run ``answer``; whatever it raises becomes an error object, or a line of the stream."""
         began, status = time.monotonic(), "200"
         try:
-            arguments = self.response_generator.cli_args
-            key = arguments.admin_key if self.path == DRAFTER else arguments.api_key
+            serving = self.response_generator.serving
+            key = serving.admin_key if self.path == DRAFTER else serving.api_key
             if key is None and self.path == DRAFTER:
                 raise Refused(403, "Drafters are exchanged where the server was started with --admin-key.")
             given = self.headers.get("Authorization", "").removeprefix("Bearer ").encode()
@@ -224,8 +222,9 @@ class Handler(APIHandler):
             elif self.stream:
                 self.wfile.write(f"data: {json.dumps(refused.body())}\n\n".encode())
         finally:
-            counts, path = self.counts, self.path if self.path in (*COMPLETIONS, *OPEN, DRAFTER) else "other"
-            done = f"{counts.tokens} tokens, {counts.accepted} of {counts.drafted} drafts accepted"
+            path = self.path if self.path in (*COMPLETIONS, *OPEN, DRAFTER) else "other"
+            tokens, drafted, accepted = totals(self.steps)
+            done = f"{tokens} tokens, {accepted} of {drafted} drafts accepted"
             seconds = time.monotonic() - began
             logger.info("%s %s: %s, %s, %.3f s", self.command, path, status, done, seconds)
 

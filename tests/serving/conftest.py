@@ -19,7 +19,9 @@ import dflash
 from dflash.models import ModelOptions
 from dflash.options import DecodeOptions
 from dflash.policies.base import Policy
+from dflash.serving import generator as serving_generator
 from dflash.serving import server as serving_server
+from dflash.serving.models import Served
 from dflash.serving.options import ServeOptions
 
 QUESTION = "Tom has 12 pears. He buys 3 bags with 4 pears each. How many pears does he have?"
@@ -77,6 +79,11 @@ class Server:
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.M))
 
 
+def endless(decoder: dflash.DFlashSpeculativeDecoder) -> dict:
+    """What a request asks that shall end at its limit only."""
+    return {"logit_bias": {str(token): -100 for token in decoder.loaded_target.stop_token_ids()}}
+
+
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -117,15 +124,20 @@ def decoder() -> dflash.DFlashSpeculativeDecoder:
 
 @pytest.fixture
 def here(monkeypatch) -> Callable[..., Server]:
-    """Serve in this process: the decoder that a function makes, or the models of ``models``."""
+    """Serve in this process: the decoder that a function makes, or the models of ``models``.
+
+    The thread that decodes goes on after an answer: what is read of it then is waited for, or asked of it.
+    """
     stack: list = []
+    monkeypatch.setattr(serving_generator, "WAKE_SECONDS", 0.1)
 
     def serve(make: Callable[[], dflash.DFlashSpeculativeDecoder] | None = None, models=None, **options) -> Server:
         if make is not None:
             about = {"engine": "speculative", "drafter": "made for the test"}
-            monkeypatch.setattr(serving_server, "load_served", lambda *_: (make(), about))
-        serving = ServeOptions(port=0, served_model_name="bundled", **options)
-        context = serving_server.started(models or ModelOptions(), DecodeOptions(max_tokens=60), serving)
+            monkeypatch.setattr(Served, "load", lambda *_: (make(), about))
+        serving = ServeOptions(**{"port": 0, "served_model_name": "bundled"} | options)
+        decoding = DecodeOptions(max_tokens=60, policy="full")
+        context = serving_server.started(models or ModelOptions(), decoding, serving)
         httpd, generator = context.__enter__()
         thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
         thread.start()

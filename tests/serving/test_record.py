@@ -17,7 +17,7 @@ from dflash.training.data.join import join
 from dflash.training.data.split import HeldoutRule
 from dflash.training.data.text import read_dataset
 
-from .conftest import QUESTION, process, until
+from .conftest import QUESTION, endless, process, until
 
 OTHER = "Return the longest word of a sentence."
 
@@ -77,24 +77,24 @@ def test_a_record_is_read_as_a_dataset(decoder, tmp_path):
     assert '"number": 3' in shown.output
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"store": False},
-        {"messages": [{"role": "user", "content": "My number is 555-1234."}]},
-        {"messages": [{"role": "system", "content": "Call 555-1234."}, {"role": "user", "content": "Hi"}]},
-        {"messages": [{"role": "user", "content": OTHER}], "max_tokens": 30},  # the answer holds it
-        {"max_tokens": 0},
-        {"logit_bias": {"99999": 1}},
-    ],
-)
-def test_what_was_not_to_be_kept_and_what_failed_is_not(here, decoder, tmp_path, body, caplog):
+NOT_KEPT = [
+    {"store": False},
+    {"messages": [{"role": "user", "content": "My number is 555-1234."}]},
+    {"messages": [{"role": "system", "content": "Call 555-1234."}, {"role": "user", "content": "Hi"}]},
+    {"messages": [{"role": "user", "content": OTHER}], "max_tokens": 30},  # the answer holds it
+    {"max_tokens": 0},
+    {"logit_bias": {"99999": 1}},
+]
+
+
+def test_what_was_not_to_be_kept_and_what_failed_is_not(here, decoder, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     assert "longest_words" in decoder.generate(OTHER, 30)
     (tmp_path / "patterns").write_text(r"\d{3}-\d{4}" + "\n\n" + r"\blongest_words\b" + "\n", encoding="utf-8-sig")
     server = here(record=tmp_path / "record", redact=tmp_path / "patterns")
-    server.post({"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4} | body)
-    assert lines(tmp_path / "record") == []
+    for body in NOT_KEPT:
+        server.post({"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4} | body)
+        assert lines(tmp_path / "record") == [], body
     assert "555-1234" not in caplog.text
     server.text(QUESTION, max_tokens=4)
     assert len(lines(tmp_path / "record")) == 1
@@ -109,23 +109,21 @@ def test_a_client_that_goes_away_leaves_nothing(here, tmp_path):
     assert lines(tmp_path / "record") == []
 
 
-def test_kill_9_loses_the_request_in_flight_alone_and_the_record_goes_on(tmp_path):
+def test_kill_9_loses_the_request_in_flight_alone_and_the_record_goes_on(here, decoder, tmp_path):
     folder = tmp_path / "record"
     with process("--record", str(folder), "--policy", "0") as server:
-        for number in range(3):
+        for number in range(2):
             server.text(QUESTION + "!" * number, max_tokens=4)
-        flying = server.open({"model": "bundled", "prompt": "def add(a, b):", "max_tokens": 400})
-        until(lambda: server.metric("vllm:generation_tokens_total") > 20)
+        flying = server.open({"model": "bundled", "prompt": "def add(a, b):", "max_tokens": 4000} | endless(decoder))
+        until(lambda: server.metric("vllm:generation_tokens_total") > 12)
         server.process.kill()
         server.process.wait()
         flying.close()
-    assert len(lines(folder)) == 3
+    assert len(lines(folder)) == 2
     with recorded_path(folder, 0).open("a") as file:
         file.write('{"messages": [{"role": "user", "con')  # as a power cut may leave it
-    with process("--record", str(folder)) as server:
-        server.text(QUESTION, max_tokens=5)
-        assert QUESTION[:9] not in server.log()
-    assert [len(line["answer_tokens"]) for line in lines(folder)] == [4, 4, 4, 5]
+    here(record=folder).text(QUESTION, max_tokens=5)
+    assert [len(line["answer_tokens"]) for line in lines(folder)] == [4, 4, 5]
     assert read_manifest(folder)["splits"]["heldout"]["sequences"] >= 1
 
 
@@ -156,24 +154,30 @@ def test_a_disk_that_is_full_costs_no_answer(here, tmp_path, monkeypatch, caplog
     assert len(lines(tmp_path)) == len(list((tmp_path / "shards").iterdir())) == 1
 
 
-BAD = [
-    ({"patterns": "fine\n(open\n"}, "line 2 is no regular expression"),
-    ({"patterns": b"\xff"}, "Cannot read the patterns"),
-    ({"record/other.txt": "mine"}, "holds other files"),
-    ({"record/manifest.json": '{"format": "dflash-dataset", "version": 2}'}, "no record of this target"),
-    ({"record/manifest.json": '{"recorded": true, "target": "another"}'}, "no record of this target"),
-]
-
-
-@pytest.mark.parametrize(("files", "message"), BAD)
-def test_a_record_that_cannot_be_kept_is_refused_at_start(tmp_path, files, message):
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"patterns": "fine\n(open\n"}, "line 2 is no regular expression"),
+        ({"patterns": b"\xff"}, "Cannot read the patterns"),
+        ({"record/other.txt": "mine"}, "holds other files"),
+    ],
+)
+def test_a_record_that_cannot_be_kept_is_refused_before_models_are_loaded(tmp_path, files, message):
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     options = ["--redact", tmp_path / "patterns"] if "patterns" in files else []
-    result = invoke("serve", "--port", 0, "--record", tmp_path / "record", *options)
+    result = invoke("serve", "--port", 0, "--record", tmp_path / "record", "--target", "/nowhere", *options)
     assert_one_error(result, message)
-    assert "Serving" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "manifest", ['{"format": "dflash-dataset", "version": 2}', '{"recorded": true, "target": "another"}']
+)
+def test_a_folder_of_another_dataset_or_target_is_refused(decoder, tmp_path, manifest):
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(DataError, match="no record of this target"):
+        Record(tmp_path, 1 << 20, []).begin(decoder.loaded_target)
 
 
 def test_a_record_belongs_to_one_server(tmp_path):

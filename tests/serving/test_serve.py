@@ -1,9 +1,7 @@
 """``dflash serve`` as a user starts it, asked by OpenAI's client: every text is that of ``dflash generate``."""
 
 import json
-import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -13,15 +11,7 @@ from dflash.bundled import REAL
 from dflash.errors import IncompatibleModelsError
 from dflash.models import ModelOptions
 
-from .conftest import QUESTION, process, until
-
-TURNS = [
-    QUESTION,
-    "Return the longest word of a sentence.",
-    "How can I keep the numbers of at least 9 in a given list in Python?",
-    "Write a function that keeps the even numbers, squares each and returns the sum.",
-    "And the odd ones?",
-]
+from .conftest import QUESTION, until
 
 
 def user(text: str) -> list[dict]:
@@ -82,35 +72,21 @@ def test_logprobs_are_the_targets_own(server, decoder):
         assert [top["logprob"] for top in ours["top_logprobs"]] == pytest.approx(likeliest, abs=1e-3)
 
 
-@pytest.mark.parametrize("count", [1, 2, 15, 16, 17])
+@pytest.mark.parametrize("count", [1, 2, 16, 17])
 def test_max_tokens_counts_tokens(server, decoder, count):
     answer = server.complete("def total(values):", max_tokens=count)
     assert answer.choices[0].text == decoder.generate("def total(values):", count, chat=False)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (count, "length")
 
 
-@pytest.mark.parametrize("room", [1, 7])
-def test_an_answer_ends_with_the_context(server, decoder, room):
-    tokens = decoder.tokenizer.encode("a b c d " * 300)[: 600 - room]
-    prompt = decoder.tokenizer.decode(tokens)
-    assert len(decoder.tokenizer.encode(prompt)) == len(tokens)
-    answer = server.complete(prompt, max_tokens=500)
-    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (room, "length")
-    assert answer.choices[0].text == decoder.generate(tokens, room)
-
-
-def test_five_turns_read_only_what_is_new(server, decoder):
-    messages = [{"role": "system", "content": "Answer this: " + "x y " * 20}]
-    for number, turn in enumerate(TURNS):
-        messages.append({"role": "user", "content": turn})
-        answer = server.chat(messages, max_tokens=16)
-        cached, read = answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens
-        assert answer.choices[0].message.content == decoder.generate(messages, 16)
-        cold = [step.accepted for step in decoder.stream_generate(messages, 16, policy="full")]
-        assert answer.usage.completion_tokens_details.accepted_prediction_tokens == sum(cold), "the drafter's context"
-        if number:
-            assert read - cached < 60 < cached
-        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+def test_an_answer_ends_with_the_context(server, decoder):
+    for room in (7, 1):
+        tokens = decoder.tokenizer.encode("a b c d " * 300)[: 600 - room]
+        prompt = decoder.tokenizer.decode(tokens)
+        assert len(decoder.tokenizer.encode(prompt)) == len(tokens)
+        answer = server.complete(prompt, max_tokens=500)
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (room, "length")
+        assert answer.choices[0].text == decoder.generate(tokens, room)
 
 
 def test_the_same_prompt_again_and_a_prompt_that_is_kept_whole_are_answered(server, decoder):
@@ -126,48 +102,23 @@ def test_the_same_prompt_again_and_a_prompt_that_is_kept_whole_are_answered(serv
     assert server.send("GET", "/health")[0] == 200
 
 
-def test_requests_at_once_are_answered_as_alone(server, decoder):
-    kinds = [
-        {},
-        {"temperature": 0.7, "seed": 3},
-        {"stop": ["."]},
-        {"logprobs": True},
-        {"logit_bias": {"30": -100}},
-        {"max_tokens": 3},
-        {"presence_penalty": 0.5},
-        {"seed": 1},
-    ]
-
-    def ask(number: int) -> str:
-        return server.text(TURNS[number % 5], **({"max_tokens": 16} | kinds[number]))
-
-    alone = [ask(number) for number in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(8))) == alone
-    assert alone[0] == decoder.generate(TURNS[0], 16)
-
-
 BAD = [
     (b"{", "not valid JSON"),
     (b"\xff\xfe\x00binary\x80", "not valid JSON"),
     (b"[" * 10000, "not valid JSON"),
     (b'{"messages": [], "temperature": NaN}', "NaN"),
     (b"7", "must be a JSON object"),
-    ({}, "messages must be a list"),
     ({"messages": []}, "messages must be a list"),
     ({"messages": "Hi"}, "messages must be a list"),
     ({"messages": ["Hi"]}, "an object with a role"),
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "a role of system"),
-    ({"messages": [{"role": "user"}]}, "must have a content"),
     ({"messages": [{"role": "user", "content": 7}]}, "must have a content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, "text"),
     ({"messages": user("\ud800")}, "cannot take this request"),
     ({"messages": user("x " * 9000)}, "tokens; expected"),
     ({"messages": user("Hi"), "model": "gpt-9"}, "There is no model 'gpt-9'"),
     ({"messages": user("Hi"), "model": 7}, "model"),
-    ({"messages": user("Hi"), "max_tokens": "many"}, "max_tokens must be"),
     ({"messages": user("Hi"), "max_tokens": 0}, "max_tokens must be"),
-    ({"messages": user("Hi"), "temperature": "hot"}, "temperature must be"),
     ({"messages": user("Hi"), "temperature": -1}, "temperature must be"),
     ({"messages": user("Hi"), "logit_bias": {"a": 1}}, "logit_bias"),
     ({"messages": user("Hi"), "logit_bias": {"1": []}}, "float"),
@@ -192,10 +143,6 @@ def test_bad_input_gets_openais_error_object(server, body, message):
     assert 400 <= status < 500
     assert message in answer["error"]["message"]
     assert answer["error"]["type"] == "invalid_request_error"
-
-
-def test_after_all_that_the_server_answers(server, decoder):
-    assert server.text(QUESTION, max_tokens=20) == decoder.generate(QUESTION, 20)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +194,7 @@ def test_metrics_count_drafts_in_vllms_names(server):
     assert grown == [drafts["num_spec_steps"], drafts["num_draft_tokens"], accepted, accepted]
     for gauge in ("running", "waiting"):
         until(lambda gauge=gauge: server.metric(f"vllm:num_requests_{gauge}") == 0)
-    assert server.metric("dflash:prompt_cache_bytes") > 0
+    until(lambda: server.metric("dflash:prompt_cache_bytes") > 0)
 
 
 def test_the_log_holds_no_text(server):
@@ -255,9 +202,9 @@ def test_the_log_holds_no_text(server):
     server.post({"messages": user("Say xylophone"), "model": "xylophone"})
     server.post(b'{"messages": xylophone')
     server.send("GET", "/xylophone?xylophone")
-    until(lambda: "GET other: 404" in server.log())  # which is written after the answer
+    for line in ("GET other: 404", "POST /v1/chat/completions: 200", "POST /v1/chat/completions: 400"):
+        until(lambda line=line: line in server.log())  # which is written after the answer
     log = server.log()
-    assert "POST /v1/chat/completions: 200" in log
     assert "xylophone" not in log
     assert "Traceback" not in log
 
@@ -268,8 +215,7 @@ def test_a_named_drafter_that_does_not_fit_is_an_error_at_start(here):
 
 
 def test_a_port_that_is_taken_is_one_line(server):
-    with pytest.raises(AssertionError, match=r"error: .*in use"), process("--port", str(server.port)):
-        pass
+    assert_one_error(invoke("serve", "--port", server.port), "in use")
 
 
 def test_without_the_extra_and_with_bad_numbers_there_is_one_line(monkeypatch):
@@ -278,18 +224,6 @@ def test_without_the_extra_and_with_bad_numbers_there_is_one_line(monkeypatch):
         monkeypatch.delitem(sys.modules, f"dflash.serving.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert_one_error(invoke("serve"), "install the extra 'serve'")
-
-
-def test_ctrl_c_ends_the_server_and_tells_who_waits_for_an_answer():
-    asked = {"prompt": "def f(", "max_tokens": 2000, "stream": True}
-    with process() as running, running.open(asked) as connection, connection.makefile("rb") as file:
-        assert any(line.startswith(b"data: ") for line in iter(file.readline, b""))
-        running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(20) == 0
-        assert b'"finish_reason": "' not in (rest := file.read())
-        assert b"The server ends." in rest
-        assert "Stopped." in running.log()
-        assert "Traceback" not in running.log()
 
 
 def test_only_who_knows_the_key_is_answered(here):

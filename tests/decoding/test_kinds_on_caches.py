@@ -1,9 +1,10 @@
-"""Every kind of drafter writes plain greedy text on every kind of cache, and as a tree where the cache can hold one.
+"""Every kind of drafter writes plain greedy text, as a tree too, and one of them on every kind of cache.
 
-The targets of the other caches refuse trees (``test_trees.py``). Nothing is skipped, so a target that comes to refuse
-what it took before is found out.
+A drafter's context is its own, whatever the target's caches are. The targets of the other caches refuse trees
+(``test_trees.py``). Nothing is skipped, so a target that comes to refuse what it took before is found out.
 """
 
+from functools import cache
 from itertools import pairwise
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import pytest
 from support.kinds import KINDS, VOCAB, random_drafter
 from support.models import HIDDEN, llama_model, plain_greedy, qwen3_model
 
-from dflash import DFlashSpeculativeDecoder
+from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
 from dflash.adapters.conformance import small_models as small
 
 PROMPT, COUNT = [3, 1, 2, 0, 1], 40
@@ -29,20 +30,29 @@ CACHES = {
 """Targets whose texts do not soon repeat one token, and options."""
 
 
-@pytest.mark.parametrize(
-    ("cache", "nodes"),
-    [*((cache, None) for cache in CACHES), ("full", 12), ("quantised", 12)],
-    ids=[*CACHES, "full, tree", "quantised, tree"],
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_plain_decodings(kind, cache, nodes):
+CASES = [
+    *((kind, "full", nodes) for kind in KINDS for nodes in (None, 12)),
+    *(("dspark", cache, None) for cache in CACHES if cache != "full"),
+    ("dflash2", "quantised", 12),
+]
+
+
+@cache
+def plain_text(name: str) -> tuple[LoadedTargetModel, list[int]]:
+    """The target of a cache, and what it writes."""
     mx.random.seed(0)  # a recurrent layer's own start
-    (build, options), lengths = CACHES[cache], []
-    model, drafter = build(), random_drafter(kind, 3)
-    decoder = DFlashSpeculativeDecoder(model, drafter, tree=nodes, policy="full", **options)
+    build, options = CACHES[name]
+    model = build()
     text, lead = plain_greedy(model, PROMPT, COUNT, **options)
     assert lead > 1e-2, "a near tie: float32 may fall on its other side"
     assert len(set(pairwise(text[10:]))) > 5, "a text that repeats itself is found with wrong caches too"
+    return LoadedTargetModel(model), text
+
+
+@pytest.mark.parametrize(("kind", "name", "nodes"), CASES)
+def test_the_text_is_plain_decodings(kind, name, nodes):
+    (target, text), lengths = plain_text(name), []
+    decoder = DFlashSpeculativeDecoder(target, random_drafter(kind, 3), tree=nodes, policy="full", **CACHES[name][1])
     ids = decoder.spec_generate(PROMPT, COUNT, stream_callback=lambda step: lengths.append(len(step)))
     assert ids.tolist()[0] == PROMPT + text
     assert len(set(lengths[1:-1])) > 1, "always as many drafts accepted; the comparison means nothing"

@@ -252,8 +252,9 @@ def sampled_triples(loaded, drafter, prompt: list[int], temperature: float, draw
     return counts
 
 
-@pytest.mark.parametrize("rule", [first_mismatch, speculative_sampling])
-@pytest.mark.parametrize(("temperature", "right"), [(0.6, 0.8), (1.0, None)])
+@pytest.mark.parametrize(
+    ("temperature", "right", "rule"), [(0.6, 0.8, first_mismatch), (1.0, None, speculative_sampling)]
+)
 def test_sampled_tokens_are_distributed_as_the_target_samples(temperature, right, rule):
     """Right with probability ``right`` against the greedy text: drafts that favour some outcomes must not show."""
     loaded = LoadedTargetModel(qwen3_model(2, FEW, layers=1, tied=False))

@@ -50,7 +50,7 @@ def plain(acceptance) -> list:
     return [acceptance.blocks, acceptance.committed, acceptance.verified.tolist(), acceptance.accepted.tolist()]
 
 
-ENDS = {"either": (23, [2], None), "length": (23, [], None), "one token": (1, [], None), "narrow": (23, [2], 3)}
+ENDS = {"either": (23, [2], None), "one token": (1, [], None), "narrow": (23, [2], 3)}
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def test_a_pass_before_the_first_token_is_time_of_the_whole_request_alone(monkey
     assert (total["ratio"]["median"], total["request_ratio"]["median"]) == (pytest.approx(2 / 3), 1.0)
 
 
+def test_all_sides_sample_with_the_seed_of_the_run():
+    def side(prompt):
+        yield bench.Step([mx.random.randint(0, 10**6, (1,)).item()], "x")
+
+    (found,) = compared(writer("x").loaded_target, side, side, PROMPTS[:1], runs=2, greedy=False, seed=3)
+    plain, dflash = ([run.tokens for run in own] for own in (found.plain, found.dflash))
+    assert plain == dflash != plain[::-1]
+
+
 def test_a_difference_is_found_with_position_tokens_and_margin():
     decoder = writer("hello")
     text = decoder.tokenizer.encode("hello")

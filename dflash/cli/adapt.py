@@ -12,6 +12,9 @@ from .terminal import resumable, show_log
 
 app = typer.Typer()
 
+NOT_BETTER = 3
+"""The exit code that tells a drafter that is no better from an error (1) and a wrong command (2)."""
+
 
 @app.command()
 @options.grouped(models=options.group(ModelOptions, "target", "trust_remote_code"))
@@ -36,8 +39,8 @@ def adapt(
     The record is copied, the drafter is trained on it, and both are scored on the
     requests that the record holds out (dflash data split changes which). NEW is
     written only if the new drafter is better there by more than the 95 %
-    interval; if it is not, the exit code is 1. All else is in NEW.adapt. Stopped
-    or killed, the same command continues.
+    interval; if it is not, the exit code is 3 (errors have 1 and 2). All else is
+    in NEW.adapt. Stopped or killed, the same command continues.
 
     Examples:
 
@@ -67,5 +70,5 @@ def adapt(
     print(f"now over before: {found.ratio.value:.3f}{limits}")
     if not found.better:
         print(f"Not better by more than the interval, so {output} is not written: {adaptation.folder} has the drafter.")
-        raise typer.Exit(1)
+        raise typer.Exit(NOT_BETTER)
     print(f"Better: the new drafter is in {output}")

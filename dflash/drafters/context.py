@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..target.ring import Ring
-from .layers import block_mask
 
 SPARE = 256  # free rows of a new buffer: room for a block, and how often a window's buffer is moved
 
@@ -90,8 +89,18 @@ class LayerContext:
         return self.keys[..., rows, :], self.values[..., rows, :]
 
     def block_mask(self, length: int, window: int | None, causal: bool) -> mx.array | None:
-        """The mask of a block over :meth:`with_block`; it depends on distances only, so the oldest row counts as 0."""
-        return block_mask(self.held, length, window, causal)
+        """The mask of a block over :meth:`with_block`: ``[L, held + L]``, or ``None`` if everything is visible.
+
+        The query at position ``t`` sees context positions ``> t - window``, and in its own block all positions, or with
+        ``causal`` only those up to itself. Only distances count, so the oldest row is at 0 here.
+        """
+        if not causal and (window is None or self.held + length <= window):
+            return None
+        positions = mx.arange(self.held + length)
+        queries = positions[self.held :, None]
+        visible_context = True if window is None else positions > queries - window
+        visible_block = positions <= queries if causal else True
+        return mx.where(positions >= self.held, visible_block, visible_context)
 
     @staticmethod
     def merge(contexts: Sequence["LayerContext"]) -> Ring:

@@ -181,12 +181,6 @@ class DFlashDraftModel(Trainable, nn.Module):
         masks_BM = mx.full((anchors_B.size, masks), self.config.mask_token_id, anchors_B.dtype)
         return self.embed(mx.concatenate([anchors_B[:, None], masks_BM], axis=1))
 
-    def __call__(self, x_BLE: mx.array, offset: int | mx.array, attends: Sequence[Attend]) -> mx.array:
-        """Final hidden states ``[B, L, E]`` of blocks whose anchors sit at ``offset`` (one, or one a row)."""
-        for layer, attend in zip(self.layers, attends, strict=True):
-            x_BLE = layer(x_BLE, offset, attend)
-        return self.norm(x_BLE)
-
     def limit_context(self, tokens: int) -> None:
         """Limit full attention to the newest ``tokens`` of the context, in caches made from now on.
 
@@ -263,12 +257,12 @@ class DFlashDraftModel(Trainable, nn.Module):
         self, anchors_B: mx.array, length: int, layers: Sequence[LayerContext | BatchContext]
     ) -> mx.array:
         """Final hidden states ``[B, length, E]`` at the positions that predict the tokens after the anchors."""
-        early = begins_early()
-        attends = [self._attend_cached(i, kv, early) for i, kv in enumerate(layers)]
-        filled = length if self.config.elastic_blocks else self.block_size - 1
-        hidden = self(self.block_inputs(anchors_B, filled), layers[0].offset, attends)
+        early, offset = begins_early(), layers[0].offset
+        x_BLE = self.block_inputs(anchors_B, length if self.config.elastic_blocks else self.block_size - 1)
+        for number, (layer, kv) in enumerate(zip(self.layers, layers, strict=True)):
+            x_BLE = layer(x_BLE, offset, self._attend_cached(number, kv, early))
         first = 0 if self.config.sample_from_anchor else 1
-        return hidden[:, first : first + length]
+        return self.norm(x_BLE)[:, first : first + length]
 
     def _attend_cached(self, layer: int, kv: LayerContext | BatchContext, early: bool) -> Attend:
         """Attention of one block to the cached context and itself, handed to the device at once if ``early``."""

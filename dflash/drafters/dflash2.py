@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.errors import CheckpointError
-from .checkpoints.config import DFlashConfig, require_positive
+from .checkpoints.config import POSITIVE, Check, DFlashConfig, or_null
 from .kinds import register_drafter
 from .layers import Attend, DraftLayer
 from .protocol import Proposal
@@ -49,18 +49,20 @@ class DFlash2Config(DFlashConfig):
     selector_top_k: int = field(kw_only=True)
     selector_vocab_size: int | None = field(default=None, kw_only=True)
 
+    checks: ClassVar[Mapping[str, Check]] = {
+        **DFlashConfig.checks,
+        **dict.fromkeys(_OWN_KEYS, POSITIVE),
+        "selector_vocab_size": or_null(POSITIVE),
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _OWN_KEYS:
-            require_positive(name, getattr(self, name))
         if self.hidden_size % self.conv_group_size:
             raise CheckpointError(
                 f"hidden_size {self.hidden_size} is not a multiple of conv_group_size {self.conv_group_size}."
             )
-        known = self.selector_vocab_size
-        if known is not None:
-            require_positive("selector_vocab_size", known)
-        most = min(n for n in (known, self.draft_vocab_size, self.vocab_size) if n is not None)
+        known = (self.selector_vocab_size, self.draft_vocab_size, self.vocab_size)
+        most = min(count for count in known if count is not None)
         if self.selector_top_k > most:
             raise CheckpointError(
                 f"selector_top_k {self.selector_top_k} is more than the {most} tokens that it may choose."

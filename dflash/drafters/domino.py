@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..core.errors import CheckpointError
-from .checkpoints.config import DFlashConfig, require_positive
+from .checkpoints.config import POSITIVE, Check, DFlashConfig, is_whole
 from .kinds import register_drafter
 from .protocol import Proposal
 from .sequential import Choose, SequentialDraftModel, Walk
@@ -38,12 +38,12 @@ class DominoConfig(DFlashConfig):
     gru_hidden_dim: int = field(kw_only=True)
     pure_draft_prefix_len: int = field(default=0, kw_only=True)
 
+    checks: ClassVar[Mapping[str, Check]] = {**DFlashConfig.checks, "emb_dim": POSITIVE, "gru_hidden_dim": POSITIVE}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("emb_dim", "gru_hidden_dim"):
-            require_positive(name, getattr(self, name))
         prefix, drafts = self.pure_draft_prefix_len, self.block_size - (not self.sample_from_anchor)
-        if isinstance(prefix, bool) or not isinstance(prefix, int) or not 0 <= prefix <= drafts:
+        if not is_whole(prefix) or not 0 <= prefix <= drafts:
             raise CheckpointError(
                 f"pure_draft_prefix_len must be a whole number from 0 to the block's {drafts} drafts, got {prefix!r}."
             )

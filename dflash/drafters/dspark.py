@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from ..core.cpu_math import softmax
 from ..core.errors import CheckpointError
-from .checkpoints.config import DFlashConfig
+from .checkpoints.config import SWITCH, Check, DFlashConfig, is_whole
 from .kinds import register_drafter
 from .markov import ConfidenceHead, markov_head_class
 from .protocol import Proposal
@@ -44,15 +44,16 @@ class DSparkConfig(DFlashConfig):
     confidence_head_with_markov: bool = True
     confidence_temperatures: tuple[float, ...] = ()
 
+    checks: ClassVar[Mapping[str, Check]] = {
+        **DFlashConfig.checks,
+        "markov_rank": ("a whole number of at least 0", lambda v: is_whole(v) and v >= 0),
+        **dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), SWITCH),
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        rank, temperatures = self.markov_rank, tuple(self.confidence_temperatures)
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise CheckpointError(f"markov_rank must be a whole number of at least 0, got {rank!r}.")
         markov_head_class(self.markov_head_type)
-        for name in ("enable_confidence_head", "confidence_head_with_markov"):
-            if not isinstance(getattr(self, name), bool):
-                raise CheckpointError(f"{name} must be true or false, got {getattr(self, name)!r}.")
+        temperatures = tuple(self.confidence_temperatures)
         drafts = self.block_size - (not self.sample_from_anchor)
         if temperatures and (len(temperatures) != drafts or not all(t > 0 for t in temperatures)):
             raise CheckpointError(f"confidence_temperatures must be {drafts} positive numbers, one a draft.")

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from ..core.errors import CheckpointError
 from ..core.registry import Registry
-from .checkpoints.formats import signs
+from .checkpoints.formats import as_names, signs
 
 T = TypeVar("T", bound=type)
 
@@ -81,7 +81,7 @@ def kind_in(config: Mapping[str, Any]) -> str:
                 f"config.json: {KIND} {explicit!r} is not registered here; {drafters.advice(str(explicit))}"
             )
         return str(explicit)
-    names = [config.get("model_type"), *_architectures(config)]
+    names = [config.get("model_type"), *as_names(config.get("architectures"))]
     named = next((name for name in names if isinstance(name, str) and name in known), None)
     if named is not None:
         return named
@@ -89,11 +89,6 @@ def kind_in(config: Mapping[str, Any]) -> str:
     return next(
         (name for name, kind in known.items() if hasattr(kind, "recognises") and kind.recognises(found)), DEFAULT
     )
-
-
-def _architectures(config: Mapping[str, Any]) -> list[Any]:
-    named = config.get("architectures")
-    return [named] if isinstance(named, str) else named if isinstance(named, list) else []
 
 
 def is_drafter(config: Mapping[str, Any]) -> bool:
@@ -109,6 +104,6 @@ def is_language_model(config: Mapping[str, Any]) -> bool:
     """
     if is_drafter(config):
         return False
-    names = _architectures(config)
-    whole = any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in names)
+    names = as_names(config.get("architectures"))
+    whole = any(name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in names)
     return whole or (not names and "model_type" in config)

@@ -79,19 +79,3 @@ class DraftLayer(nn.Module):
     def __call__(self, x_BLE: mx.array, offset: int | mx.array, attend: Attend) -> mx.array:
         x_BLE = x_BLE + self.self_attn(self.input_layernorm(x_BLE), offset, attend)
         return x_BLE + self.mlp(self.post_attention_layernorm(x_BLE))
-
-
-def block_mask(context: int, length: int, window: int | None, causal: bool) -> mx.array | None:
-    """The attention mask of a block: boolean ``[length, context + length]``, or ``None`` if everything is visible.
-
-    The query at absolute position ``t`` sees context positions ``> t - window``, and in its own block all positions,
-    or with ``causal`` only those up to itself.
-    """
-    if not causal and (window is None or context + length <= window):
-        return None
-    positions = mx.arange(context + length)
-    queries = positions[context:, None]
-    in_block = positions[None] >= context
-    visible_context = True if window is None else positions[None] > queries - window
-    visible_block = positions[None] <= queries if causal else True
-    return mx.where(in_block, visible_block, visible_context)

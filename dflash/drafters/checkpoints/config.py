@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from ...core.errors import CheckpointError
 from .formats import DEFAULT_THETA, FULL, SLIDING, published_values
@@ -13,6 +13,29 @@ logger = logging.getLogger(__name__)
 
 MAX_BLOCK_SIZE = 512
 """Published drafters fill 4 to 16 positions; the logits of more than 512 would take gigabytes."""
+
+Check = tuple[str, Callable[[Any], bool]]
+"""What a value must be before anything is computed from it, in words and as a test."""
+
+
+def is_whole(value: Any) -> bool:
+    """Whether ``value`` is an integer, and no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def or_null(check: Check) -> Check:
+    """``None``, or what ``check`` asks for."""
+    expected, holds = check
+    return f"{expected} or null", lambda value: value is None or holds(value)
+
+
+POSITIVE: Check = ("a positive whole number", lambda v: is_whole(v) and v > 0)
+SWITCH: Check = ("true or false", lambda v: isinstance(v, bool))
+_ABOVE_0: Check = ("a positive number", lambda v: _is_number(v) and v > 0)
 
 
 def spread_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -73,13 +96,37 @@ class DFlashConfig:
     target_fingerprint: str | None = None
     model_type: str = field(default="qwen3", kw_only=True)
 
+    checks: ClassVar[Mapping[str, Check]] = {
+        "mask_token_id": ("a whole number", is_whole),
+        "num_target_layers": or_null(POSITIVE),
+        "head_dim": ("a positive whole number", lambda v: is_whole(v) and v >= 0),  # 0: hidden_size over heads
+        "target_layer_ids": (
+            "a list of layer numbers", lambda v: isinstance(v, list | tuple) and all(map(is_whole, v))
+        ),
+        "layer_types": (
+            "a list of names", lambda v: isinstance(v, list | tuple) and all(isinstance(x, str) for x in v)
+        ),
+        "is_causal": ("true, false or null", lambda v: v is None or isinstance(v, bool)),
+        **dict.fromkeys(("rope_scaling", "rope_parameters"), or_null(("an object", lambda v: isinstance(v, dict)))),
+        **dict.fromkeys(("rope_is_neox_style", "attention_bias", "sample_from_anchor", "elastic_blocks"), SWITCH),
+        "draft_vocab_size": or_null(("a positive whole number", is_whole)),
+        "max_position_embeddings": POSITIVE,
+        "target_fingerprint": or_null(("a text", lambda v: isinstance(v, str))),
+        **dict.fromkeys(("rope_theta", "rms_norm_eps"), _ABOVE_0),
+        **dict.fromkeys(("input_embedding_scale", "output_multiplier"), ("a number", _is_number)),
+        "final_logit_softcapping": or_null(_ABOVE_0),
+        **dict.fromkeys(
+            ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+             "vocab_size", "block_size"), POSITIVE
+        ),
+    }  # fmt: skip
+    """By field; a kind adds those of its own."""
+
     def __post_init__(self) -> None:
-        for name, (expected, holds) in _KINDS.items():
+        for name, (expected, holds) in self.checks.items():
             if not holds(value := getattr(self, name)):
                 raise CheckpointError(f"{name} must be {expected}, got {value!r}.")
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 (frozen dataclass)
-        for name in _COUNTS:
-            require_positive(name, getattr(self, name))
         for name, most in _MOST.items():
             if getattr(self, name) > most:
                 raise CheckpointError(f"{name} {getattr(self, name)} is too large; expected at most {most}.")
@@ -120,11 +167,11 @@ class DFlashConfig:
         if unknown:
             raise CheckpointError(f"layer_types holds {unknown}; expected {FULL!r} or {SLIDING!r}.")
         if SLIDING in self.layer_types:
-            require_positive("sliding_window (needed by the sliding layers)", self.sliding_window)
+            _require_positive("sliding_window (needed by the sliding layers)", self.sliding_window)
 
     def _spread_layer_ids(self) -> tuple[int, ...]:
         """The published default for a config that names no layers."""
-        require_positive("num_target_layers (needed, as target_layer_ids is missing)", self.num_target_layers)
+        _require_positive("num_target_layers (needed, as target_layer_ids is missing)", self.num_target_layers)
         assert self.num_target_layers is not None
         ids = spread_layer_ids(self.num_target_layers, self.num_hidden_layers)
         logger.warning("The drafter's config names no target_layer_ids; evenly spread ones are assumed: %s.", list(ids))
@@ -173,10 +220,6 @@ class DFlashConfig:
         }
 
 
-_COUNTS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "block_size",
-)  # fmt: skip
 _MOST = {
     "block_size": MAX_BLOCK_SIZE, "num_hidden_layers": 1000, "hidden_size": 2**20, "intermediate_size": 2**24,
     "num_attention_heads": 2**14, "num_key_value_heads": 2**14, "head_dim": 2**14, "vocab_size": 2**24,
@@ -189,39 +232,7 @@ _OPTIONAL = frozenset({
 })  # fmt: skip
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-# What a value must be before anything is computed from it, in words and as a test.
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "mask_token_id": ("a whole number", _is_whole),
-    "num_target_layers": ("a positive whole number or null", lambda v: v is None or (_is_whole(v) and v > 0)),
-    "head_dim": ("a positive whole number", lambda v: _is_whole(v) and v >= 0),  # 0: hidden_size over heads
-    "target_layer_ids": ("a list of layer numbers", lambda v: isinstance(v, list | tuple) and all(map(_is_whole, v))),
-    "layer_types": ("a list of names", lambda v: isinstance(v, list | tuple) and all(isinstance(x, str) for x in v)),
-    "is_causal": ("true, false or null", lambda v: v is None or isinstance(v, bool)),
-    **dict.fromkeys(
-        ("rope_scaling", "rope_parameters"), ("an object or null", lambda v: v is None or isinstance(v, dict))
-    ),
-    **dict.fromkeys(
-        ("rope_is_neox_style", "attention_bias", "sample_from_anchor", "elastic_blocks"),
-        ("true or false", lambda v: isinstance(v, bool)),
-    ),
-    "draft_vocab_size": ("a positive whole number or null", lambda v: v is None or _is_whole(v)),
-    "max_position_embeddings": ("a positive whole number", lambda v: _is_whole(v) and v > 0),
-    "target_fingerprint": ("a text or null", lambda v: v is None or isinstance(v, str)),
-    **dict.fromkeys(("rope_theta", "rms_norm_eps"), ("a positive number", lambda v: _is_number(v) and v > 0)),
-    **dict.fromkeys(("input_embedding_scale", "output_multiplier"), ("a number", _is_number)),
-    "final_logit_softcapping": ("a positive number or null", lambda v: v is None or (_is_number(v) and v > 0)),
-}
-
-
-def require_positive(name: str, value: Any) -> None:
-    """Raise ``CheckpointError``, naming ``name``, unless ``value`` is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{name} must be a positive whole number, got {value!r}.")
+def _require_positive(name: str, value: Any) -> None:
+    expected, holds = POSITIVE
+    if not holds(value):
+        raise CheckpointError(f"{name} must be {expected}, got {value!r}.")

@@ -46,7 +46,7 @@ def signs(config: Mapping[str, Any]) -> Values:
     ``architectures`` and ``algorithms`` (of vLLM's speculators, in lower case) are always lists, possibly empty.
     """
     values, _ = _unwrapped(config)
-    return values | {"architectures": _names(values.get("architectures")), "algorithms": _algorithms(config)}
+    return values | {"architectures": as_names(values.get("architectures")), "algorithms": _algorithms(config)}
 
 
 def published_values(config: Mapping[str, Any], known: Collection[str]) -> Values:
@@ -57,7 +57,7 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     """
     values, inner = _unwrapped(config)
     speculators, algorithms = _speculators(config), _algorithms(config)
-    architectures = _names(values.get("architectures"))
+    architectures = as_names(values.get("architectures"))
     refuse_architecture(architectures, algorithms)
     if values.get("hidden_act"):
         values.pop("hidden_activation", None)  # Gemma's own spelling, left over from the target
@@ -297,7 +297,8 @@ def _algorithms(config: Mapping[str, Any]) -> list[str]:
     return [str(name).lower() for name in named if name]
 
 
-def _names(value: Any) -> list[str]:
+def as_names(value: Any) -> list[str]:
+    """The names in a list, or the one that stands in its place."""
     names = [value] if isinstance(value, str) else value
     return [str(name) for name in names] if isinstance(names, list) else []
 

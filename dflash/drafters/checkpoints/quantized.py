@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 """MLX's modes with their default group size and bits, which are fixed for all but ``affine``."""
 
-_PREFIX = re.compile(r"^((model|module|_orig_mod|draft|draft_model|drafter)\.)+")
+PREFIXES = re.compile(r"^((model|module|_orig_mod|draft|draft_model|drafter)\.)+")
+"""What wrappers put before the names of a drafter's weights."""
+
 _DESCRIPTION = ("group_size", "bits", "mode")
 _SUFFIX = ".scales"
 
@@ -44,7 +46,7 @@ def quantize_like(model: nn.Module, config: Mapping[str, Any], weights: Collecti
             "group_size, bits and mode."
         )
     shared = {name: described[name] for name in _DESCRIPTION if described.get(name) is not None}
-    by_layer = {_PREFIX.sub("", name): value for name, value in described.items() if isinstance(value, dict)}
+    by_layer = {PREFIXES.sub("", name): value for name, value in described.items() if isinstance(value, dict)}
 
     def options(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         if name not in scaled or not hasattr(layer, "to_quantized"):

@@ -11,14 +11,13 @@ import mlx.nn as nn
 
 from ...core.errors import CheckpointError
 from ...core.files import flat
-from .quantized import quantize_like
+from .quantized import PREFIXES, quantize_like
 from .unsupported import explain_tensors
 
 logger = logging.getLogger(__name__)
 
 Weights = dict[str, mx.array]
 
-_PREFIXES = re.compile(r"^((model|module|_orig_mod|draft|draft_model|drafter)\.)+")
 _RENAMED = (
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^encoder\.fc\."), "fc."),
@@ -43,7 +42,7 @@ def published_weights(weights: Weights, path: Path, own_tables: Collection[str] 
     named: Weights = {}
     origin: dict[str, str] = {}
     for stored, value in weights.items():
-        name = _PREFIXES.sub("", stored)
+        name = PREFIXES.sub("", stored)
         for pattern, new in _RENAMED:
             name = pattern.sub(new, name)
         if name in named:

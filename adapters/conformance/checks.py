@@ -21,15 +21,19 @@ from dflash.target.compare import Mismatch, assert_close, assert_same_caches, wi
 from dflash.target.trial import BLOCK, LENGTH, TRIAL, Trial
 
 NODES = 12  # drafts of a tree
-RIGHT = 16 * [0.0] + 24 * [0.8] + 24 * [1.0]  # the chance that a draft of each token is right: never, mostly, always
-DECODED = len(RIGHT)  # tokens decoded with a scripted drafter
+RIGHT = 16 * (0.0,) + 24 * (0.8,) + 24 * (1.0,)  # the chances that drafts are right: never, mostly, always
 NEAR_TIE = 1e-3  # a best token that leads by less may lose its lead to rounding
 
 
 @dataclass
 class FullTrial(Trial):
-    """A trial that also decodes, knows the model's objects from before it, and says why a check was skipped."""
+    """A trial that also decodes, knows the model's objects from before it, and says why a check was skipped.
 
+    Args:
+        right: For each token that is decoded, the chance that it is drafted rightly.
+    """
+
+    right: Sequence[float] = RIGHT
     skipped: str = ""
 
     def __post_init__(self) -> None:
@@ -43,7 +47,7 @@ class FullTrial(Trial):
     @cached_property
     def plain(self) -> tuple[list[int], list[float]]:
         """What the model's own call writes after :attr:`prompt`, and each token's lead over the second best."""
-        return _plain_greedy(self.target, self.prompt, self.cache_options)
+        return _plain_greedy(self)
 
 
 def _chunks(trial: Trial) -> None:
@@ -70,15 +74,15 @@ class TokenCount:
 
 
 class ScriptedDrafter:
-    """Drafts the plain greedy text, of which each token is drafted rightly with its own chance in ``right``."""
+    """Drafts the plain greedy text, of which each token is right with its own chance."""
 
     block_size = BLOCK
     target_layer_ids: tuple[int, ...] = ()
 
-    def __init__(self, trial: FullTrial, right: Sequence[float]):
+    def __init__(self, trial: FullTrial):
         plain, _ = trial.plain
         self.text = [*trial.prompt, *plain, *[0] * BLOCK]
-        self.right = [*[0.0] * len(trial.prompt), *right, *[0.0] * BLOCK]
+        self.right = [*[0.0] * len(trial.prompt), *trial.right, *[0.0] * BLOCK]
         self.vocab, self.chance = trial.target.vocab_size, random.Random(0)
 
     def bind(self, target: LoadedTargetModel) -> None:
@@ -108,9 +112,9 @@ class UnsureDrafter(ScriptedDrafter):
         return Proposal(drafts_1N, logits)
 
 
-def _decoding(trial: FullTrial) -> None:
+def decoding_is_plain(trial: FullTrial) -> None:
     """Speculative decoding gives plain greedy decoding's text, while drafts are never, mostly and always right."""
-    _compare_text(trial, ScriptedDrafter(trial, RIGHT), "drafts")
+    _compare_text(trial, ScriptedDrafter(trial), "drafts")
 
 
 def _trees(trial: FullTrial) -> None:
@@ -120,14 +124,14 @@ def _trees(trial: FullTrial) -> None:
     except IncompatibleModelsError as error:
         trial.skipped = one_line(error, limit=1000)
         return
-    drafter = TreeDrafter(UnsureDrafter(trial, [0.6] * DECODED), NODES)
+    drafter = TreeDrafter(UnsureDrafter(trial), NODES)
     _compare_text(trial, cast(Drafter, drafter), f"trees of {NODES} drafts")
 
 
 def _compare_text(trial: FullTrial, drafter: Drafter, what: str) -> None:
     run = Decoding(trial.target, drafter)
     state = prefill(run, trial.prompt, target_cache=trial.target.make_cache(**trial.cache_options))
-    for _ in decode(run, state, DECODED, BLOCK):
+    for _ in decode(run, state, len(trial.right), BLOCK):
         pass
     text = state.tokens[len(trial.prompt) :]
     for i, (ours, plain, lead) in enumerate(zip(text, *trial.plain, strict=True)):
@@ -137,19 +141,17 @@ def _compare_text(trial: FullTrial, drafter: Drafter, what: str) -> None:
             raise Mismatch(f"token {i} is {ours}, plain decoding writes {plain} ({what})")
 
 
-def _plain_greedy(
-    target: LoadedTargetModel, prompt: list[int], cache_options: dict[str, Any]
-) -> tuple[list[int], list[float]]:
+def _plain_greedy(trial: FullTrial) -> tuple[list[int], list[float]]:
     """Tokens one by one from the model's own call, and each token's lead over the second best."""
-    cache = target.make_cache(**cache_options)
+    model, cache = trial.target.model, trial.target.make_cache(**trial.cache_options)
     tokens: list[int] = []
     leads: list[float] = []
     cache.set_in_prompt(True)
-    target.model(mx.array([prompt[:-1]]), cache=cache)
+    model(mx.array([trial.prompt[:-1]]), cache=cache)
     cache.set_in_prompt(False)
-    inputs = mx.array([prompt[-1:]])
-    for _ in range(DECODED):
-        logits = target.model(inputs, cache=cache)[0, -1].astype(mx.float32)
+    inputs = mx.array([trial.prompt[-1:]])
+    for _ in trial.right:
+        logits = model(inputs, cache=cache)[0, -1].astype(mx.float32)
         second, best = cast(list[float], mx.sort(logits)[-2:].tolist())
         tokens.append(int(mx.argmax(logits)))
         leads.append(best - second)
@@ -189,7 +191,7 @@ def _drafter_sizes(trial: FullTrial) -> None:
 CHECKS: dict[str, Callable[[FullTrial], None]] = {
     **TRIAL,
     "prefill in chunks equals prefill at once": _chunks,
-    "decoding equals plain greedy decoding": _decoding,
+    "decoding equals plain greedy decoding": decoding_is_plain,
     "decoding trees equals plain greedy decoding": _trees,
     "a drafter's sizes follow from the config": _drafter_sizes,
     "the model's own objects are unchanged": _same_objects,

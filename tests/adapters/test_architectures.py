@@ -1,29 +1,25 @@
 """Every architecture of the installed mlx-lm, small, through the conformance check, into a table.
 
 ``make architectures`` runs all of it and rewrites ``adapters/ARCHITECTURES.md`` where the outcome changed;
-the ordinary run reads the table, and decodes a little with every kind of cache.
+the ordinary run reads the table.
 """
 
 import contextlib
 import importlib.metadata
 import io
 import re
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import ConcatenateKVCache
-from support.models import ScriptedDrafter
 
 from dflash import LoadedTargetModel
 from dflash.adapters import registered_adapters
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance import small_models as small
-from dflash.decoding.block import Decoding
-from dflash.decoding.loop import decode, prefill
-from dflash.target.rewind import TargetCache, describe
+from dflash.adapters.conformance.checks import FullTrial, decoding_is_plain
+from dflash.target.rewind import describe
 
 TABLE = Path(__file__).parents[2] / "adapters" / "ARCHITECTURES.md"
 HEADER = """# Architectures
@@ -83,60 +79,29 @@ def test_the_table_has_every_architecture_and_what_must_pass_does():
 
 # --- long texts, one model for each kind of cache ------------------------------------------------------
 
-
-def concatenated(target: LoadedTargetModel, **_: object) -> TargetCache:
-    return TargetCache(ConcatenateKVCache() for _ in range(target.num_layers))
-
-
-# Seeds whose plain text has no near tie, at which a rounding of either decoding would decide.
-KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
-    "KVCache": (lambda: small.build("qwen3"), {}),
-    "QuantizedKVCache": (lambda: small.build("qwen3", seed=3, head_dim=32), {"kv_bits": 8, "kv_group_size": 32}),
-    "RotatingKVCache": (lambda: small.build("llama"), {}),
-    "KeptWindowCache": (lambda: small.build("qwen3", seed=3), {"max_kv_size": 13}),
-    "ChunkedKVCache": (lambda: small.build("llama4"), {}),
-    "ConcatenateKVCache": (lambda: small.build("qwen3"), {}),
-    "ArraysCache": (lambda: small.build("qwen3_5", seed=5), {}),
-    "CacheList(KVCache, KVCache)": (lambda: small.build("deepseek_v32"), {}),
-    "CacheList(ArraysCache, KVCache)": (lambda: small.build("falcon_h1"), {}),
+# None of their plain texts has a near tie, at which a rounding of either decoding would decide.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "KVCache": ({"name": "qwen3"}, {}),
+    "QuantizedKVCache": ({"name": "qwen3", "head_dim": 32}, {"kv_bits": 8, "kv_group_size": 32}),
+    "RotatingKVCache": ({"name": "llama"}, {}),
+    "KeptWindowCache": ({"name": "qwen3"}, {"max_kv_size": 13}),
+    "ChunkedKVCache": ({"name": "llama4"}, {}),
+    "ConcatenateKVCache": ({"name": "qwen3"}, {}),
+    "ArraysCache": ({"name": "qwen3_5"}, {}),
+    "CacheList(KVCache, KVCache)": ({"name": "deepseek_v32"}, {}),
+    "CacheList(ArraysCache, KVCache)": ({"name": "falcon_h1"}, {}),
 }
-
-
-def assert_identical(kind: str, count: int, right: float) -> None:
-    build, options = KINDS[kind]
-    target = LoadedTargetModel(build())
-    if kind == "ConcatenateKVCache":
-        target.make_cache = lambda **_: concatenated(target)  # type: ignore[method-assign]
-    prompt = [3, 1, 4, 1, 5]
-    text, lead = plain(target, prompt, count, options)
-    assert lead > NEAR_TIE
-    drafter = ScriptedDrafter(prompt + text, target.vocab_size, right)
-    run = Decoding(target, drafter)
-    state = prefill(run, prompt, target_cache=target.make_cache(**options))
-    assert any(kind in name for name, _ in describe(state.target_cache))
-    accepted = [len(block.tokens) for block in decode(run, state, count, 16)]
-    assert state.tokens == prompt + text
-    assert min(accepted) < 8 < max(accepted), "acceptance should vary"
-
-
-def plain(target: LoadedTargetModel, prompt: list[int], count: int, options: dict[str, int]) -> tuple[list[int], float]:
-    """Tokens one by one from the model's own call, and the smallest lead of a best token over the second best."""
-    cache, inputs, tokens, lead = target.make_cache(**options), mx.array([prompt]), [], float("inf")
-    for _ in range(count):
-        logits = target.model(inputs, cache=cache)[0, -1]
-        second, best = mx.sort(logits)[-2:].tolist()
-        lead = min(lead, best - second)
-        tokens.append(int(mx.argmax(logits)))
-        inputs = mx.array([tokens[-1:]])
-    return tokens, lead
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_equals_plain_decoding_with_every_kind_of_cache(kind):
-    assert_identical(kind, 150, right=0.9)
 
 
 @pytest.mark.architectures
 @pytest.mark.parametrize("kind", KINDS)
 def test_2000_tokens_equal_plain_decoding_with_every_kind_of_cache(kind):
-    assert_identical(kind, 2000, right=0.9)
+    sizes, options = KINDS[kind]
+    model = small.build(**sizes)
+    if kind == "ConcatenateKVCache":
+        model.make_cache = lambda: [ConcatenateKVCache() for _ in model.layers]
+    trial = FullTrial(LoadedTargetModel(model), cache_options=options, right=2000 * [0.9])
+    assert kind in {name for name, _ in describe(trial.target.make_cache(**options))}
+    _, leads = trial.plain
+    assert min(leads) > NEAR_TIE
+    decoding_is_plain(trial)

@@ -5,77 +5,63 @@ import copy
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 from rich.console import Console
 
 from dflash import LoadedTargetModel
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance import small_models as small
-from dflash.adapters.gemma import GemmaAdapter
 from dflash.adapters.llama import LlamaAdapter
+from dflash.core.files import flat
 from dflash.target import rewind
+from dflash.target.compare import Mismatch
+from dflash.target.trial import TRIAL, Trial
 
 ROUNDS = 8  # of the quick look here; `make architectures` takes more, on every architecture
 
+# Bits of the weights, and options of the caches: every kind of cache, and what families do apart from it.
+TARGETS: list[tuple[str, int | None, dict[str, int]]] = [
+    ("qwen3", None, {"max_kv_size": 13}),
+    ("qwen3", 4, {"kv_bits": 8, "kv_group_size": 32}),
+    ("ministral3", None, {}),
+    ("gemma3n", None, {}),
+    ("gemma3_text", 8, {}),
+    ("gpt_oss", 4, {}),
+    ("llama4", None, {}),
+    ("afm7", None, {}),
+    ("deepseek_v32", None, {}),
+    ("qwen3_5", 4, {}),
+    ("mamba2", None, {}),
+    ("falcon_h1", None, {}),
+    ("recurrent_gemma", None, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "bits", "options"), TARGETS)
+def test_every_kind_of_cache_and_of_weights_passes(name, bits, options):
+    model = small.build(name, **({"head_dim": 32} if "kv_bits" in options else {}))
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
+        assert any(array.dtype == mx.uint32 for array in flat(model.parameters()).values())
+    assert check(model, ROUNDS, **options).failure == ""
+
+
+def counters_only(cache, rejected):
+    cache.offset -= rejected
+    cache._idx -= rejected
+
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_5", "ministral3", "gemma3n", "gpt_oss", "mamba2", "falcon_h1", "recurrent_gemma"]
+    ("name", "place", "wrong"),
+    [
+        ("llama", "dflash.target.rewind.RULES", {rewind.RotatingKVCache: counters_only}),
+        ("qwen3_5", "dflash.target.replay.restore", lambda cache, before: None),
+    ],
 )
-def test_families_and_hybrids_pass(name):
-    assert check(small.build(name), ROUNDS).failure == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "bits"), [("qwen3", 4), ("llama", 8), ("ministral3", 4), ("gemma3_text", 8), ("gpt_oss", 4)]
-)
-def test_quantised_targets_pass(name, bits):
-    model = small.build(name)
-    nn.quantize(model, group_size=32, bits=bits)
-    assert any(array.dtype == mx.uint32 for _, array in tree_flatten(model.parameters()))
-    assert check(model, ROUNDS).failure == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("qwen3", {"max_kv_size": 13}), ("qwen3", {"kv_bits": 8, "kv_group_size": 32}), ("llama4", {})],
-)
-def test_bounded_quantised_and_chunked_caches_pass(name, options):
-    model = small.build(name, head_dim=32) if options else small.build(name)
-    assert check(model, rounds=20, **options).failure == ""
-
-
-def failure_of(model, adapter_class) -> str:
-    return check(LoadedTargetModel(model, adapter=adapter_class(model)), ROUNDS).failure
-
-
-def test_features_of_the_wrong_layer_are_found():
-    class Shifted(LlamaAdapter):
-        def forward(self, tokens_BL, cache, layer_ids, recorder=None):
-            return super().forward(tokens_BL, cache, [max(0, i - 1) for i in layer_ids], recorder)
-
-    assert failure_of(small.build("llama"), Shifted).startswith("features are the layers' outputs: layer 1 differs")
-
-
-def test_a_head_without_its_cap_is_found():
-    class Uncapped(GemmaAdapter):
-        def head(self, hidden_BLE):
-            return self.embedding.as_linear(hidden_BLE)
-
-    assert "head(backbone(x)) equals model(x): logits differs" in failure_of(small.build("gemma2"), Uncapped)
-
-
-def test_a_rewind_that_only_moves_counters_is_found(monkeypatch):
-    def counters_only(cache, rejected):
-        cache.offset -= rejected
-        cache._idx -= rejected
-
-    monkeypatch.setitem(rewind.RULES, rewind.RotatingKVCache, counters_only)
-    assert "rejected tokens leave no trace" in check(small.build("llama"), rounds=40).failure
-
-
-def test_a_state_that_is_not_put_back_is_found(monkeypatch):
-    monkeypatch.setattr("dflash.target.replay.restore", lambda cache, before: None)
-    assert "rejected tokens leave no trace" in check(small.build("mamba2"), ROUNDS).failure
+def test_a_rewind_that_leaves_a_trace_is_found(name, place, wrong, monkeypatch):
+    monkeypatch.setattr(place, rewind.RULES | wrong if isinstance(wrong, dict) else wrong)
+    trial = Trial(LoadedTargetModel(small.build(name)), rounds=40)
+    with pytest.raises(Mismatch, match=r"round \d+, \d+ of \d+ kept"):
+        TRIAL["rejected tokens leave no trace"](trial)
 
 
 def test_a_prompt_is_fed_in_chunks_beyond_the_longest_window():
@@ -86,11 +72,11 @@ def test_a_prompt_is_fed_in_chunks_beyond_the_longest_window():
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])  # which draw vectors
 def test_a_small_model_is_the_same_whatever_was_random_before(name):
-    mx.random.seed(1)
-    one = dict(tree_flatten(small.build(name).parameters()))
-    mx.random.seed(2)
-    other = dict(tree_flatten(small.build(name).parameters()))
-    assert all(mx.array_equal(one[weight], other[weight]) for weight in one)
+    built = []
+    for seed in (1, 2):
+        mx.random.seed(seed)
+        built.append(flat(small.build(name).parameters()))
+    assert all(mx.array_equal(one, other) for one, other in zip(*map(dict.values, built), strict=True))
 
 
 def test_an_adapter_that_leaves_its_mark_on_the_model_is_found():
@@ -99,7 +85,9 @@ def test_an_adapter_that_leaves_its_mark_on_the_model_is_found():
             self.model.model.norm = copy.copy(self.model.model.norm)
             return super().head(hidden_BLE)
 
-    assert "the model's own objects are unchanged: model.norm changed" in failure_of(small.build("llama"), Careless)
+    model = small.build("llama")
+    report = check(LoadedTargetModel(model, adapter=Careless(model)), rounds=1)
+    assert report.failure == "the model's own objects are unchanged: model.norm changed"
 
 
 def test_the_report_is_a_table_with_the_first_difference():

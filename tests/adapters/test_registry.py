@@ -56,7 +56,7 @@ class External(nn.Module):
     def __call__(self, tokens, cache=None):
         return self.decoder.words.as_linear(self.decoder(tokens, cache)) / self.temper
 
-report = check(External(), rounds=5)
+report = check(External(), rounds=1)
 print(report.adapter, report.failure or "passed")
 """
 
@@ -131,13 +131,6 @@ def test_the_families_of_the_package_have_adapters_of_their_own():
         adapter_for_model_type("unheard_of")
 
 
-def test_other_architectures_get_the_generic_adapter_if_it_fits():
-    model = small.build("olmo2")
-    assert detect_model_architecture(model) == "olmo2"
-    assert isinstance(find_adapter(model), GenericAdapter)
-    assert isinstance(load_target_model(model), LoadedTargetModel)
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -150,12 +143,6 @@ def test_an_architecture_that_does_not_fit_is_refused_in_one_line(name, reason):
     with pytest.raises(IncompatibleModelsError, match=reason) as error:
         LoadedTargetModel(small.build(name))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["gemma", "gemma3n", "gemma4"])
-def test_the_embedding_scale_of_a_family_is_what_the_backbone_multiplies_by(name):
-    adapter = find_adapter(small.build(name))
-    assert adapter.embedding_scale == pytest.approx(small.HIDDEN**0.5)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +161,13 @@ def test_the_generic_adapter_measures_the_embedding_scale(name, changes, scale):
     assert adapter.embedding_scale == pytest.approx(scale, rel=1e-4)
 
 
-def test_a_trial_of_the_generic_adapter_is_logged(caplog):
+def test_other_architectures_get_the_generic_adapter_after_a_trial_that_is_logged(caplog):
+    model = small.build("olmo2")
+    assert detect_model_architecture(model) == "olmo2"
     with caplog.at_level("INFO", logger="dflash.target"):
-        LoadedTargetModel(small.build("olmo2"))
+        assert isinstance(load_target_model(model).adapter, GenericAdapter)
         LoadedTargetModel(small.build("qwen3"))
-    assert [record.getMessage() for record in caplog.records] == [
-        "olmo2 has no adapter of its own: 17 short passes try the generic one."
-    ]
+    assert caplog.messages == ["olmo2 has no adapter of its own: 17 short passes try the generic one."]
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "lille-130m"])

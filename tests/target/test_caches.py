@@ -16,26 +16,24 @@ NEAR_TIE = 2e-4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 
 
-def assert_equals_plain_mlx_lm(model, prompt, options, count=60, right=0.85, changes_text=True) -> None:
-    expected, lead = plain_greedy(model, prompt, count, **options)
+def assert_equals_plain_mlx_lm(model, options, changes_text=True) -> None:
+    count = 60
+    expected, lead = plain_greedy(model, PROMPT, count, **options)
     assert lead > NEAR_TIE, "a near tie: either side may choose the other token"
     if changes_text:
-        assert expected != plain_greedy(model, prompt, count)[0], "the options change nothing; the test means nothing"
-    drafter = ScriptedDrafter(prompt + expected, 32, right)
-    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), drafter)
+        assert expected != plain_greedy(model, PROMPT, count)[0], "the options change nothing; the test means nothing"
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), ScriptedDrafter(PROMPT + expected, 32, 0.85))
     blocks: list[list[int]] = []
-    tokens = decoder.spec_generate(prompt, count, stop_token_ids=[], stream_callback=blocks.append, **options)
-    assert tokens.tolist() == [prompt + expected]
+    tokens = decoder.spec_generate(PROMPT, count, stop_token_ids=[], stream_callback=blocks.append, **options)
+    assert tokens.tolist() == [PROMPT + expected]
     assert max(map(len, blocks)) > 3
 
 
-@pytest.mark.parametrize("bits", [8, 3])
-@pytest.mark.parametrize("start", [0, 7, 24, 41])
+@pytest.mark.parametrize(("bits", "start"), [(8, 0), (3, 7), (3, 24), (3, 41)])
 def test_caches_are_quantised_when_mlx_lm_quantises_them(bits, start):
     """Before, within and after the prompt, which comes in chunks; and in the middle of what would be a block."""
-    model = qwen3_model(4, head_dim=32)
     options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start, "prefill_step_size": 8}
-    assert_equals_plain_mlx_lm(model, PROMPT, options, changes_text=bits == 3)
+    assert_equals_plain_mlx_lm(qwen3_model(4, head_dim=32), options, changes_text=bits == 3)
 
 
 @pytest.mark.parametrize("start", [2, 30])
@@ -55,14 +53,12 @@ def test_a_block_ends_where_quantisation_begins(start):
 
 @pytest.mark.parametrize("step", [4, 2048])
 def test_a_bounded_cache_reads_a_longer_prompt_as_mlx_lm_does(step):
-    assert_equals_plain_mlx_lm(qwen3_model(2), PROMPT, {"max_kv_size": 9, "prefill_step_size": step})
+    assert_equals_plain_mlx_lm(qwen3_model(2), {"max_kv_size": 9, "prefill_step_size": step})
 
 
 def test_max_kv_size_has_no_effect_where_a_model_chooses_its_caches(caplog):
-    options = {"max_kv_size": 9}
-    model = target("llama", 1).model
     with caplog.at_level(logging.WARNING):
-        assert_equals_plain_mlx_lm(model, PROMPT, options, changes_text=False)
+        assert_equals_plain_mlx_lm(target("llama", 1).model, {"max_kv_size": 9}, changes_text=False)
     assert "max_kv_size has no effect: llama chooses its caches itself" in caplog.text
 
 

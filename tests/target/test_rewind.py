@@ -5,7 +5,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -102,6 +102,7 @@ BLOCKS = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
 @given(prompt=st.integers(1, 20), blocks=BLOCKS, count=st.integers(1, 5), piece=st.sampled_from([1, 3, LONGEST]))
 @example(prompt=1, blocks=[(6, 5)], count=1, piece=1)  # before a window of 7 or 8 is full
 @example(prompt=2, blocks=[(6, 1)], count=1, piece=1)  # fills a window of 7 exactly
@@ -134,7 +135,7 @@ def test_a_sliding_window_never_hands_out_less_than_the_window():
 
 def test_every_kind_that_is_rewound_is_tested_and_described_with_its_rule():
     here = {name.partition("(")[0] for name in KINDS}
-    in_models = {"CacheList", "ChunkedKVCache"}  # test_architectures.py: deepseek_v32, llama4
+    in_models = {"CacheList", "ChunkedKVCache"}  # test_conformance.py: deepseek_v32, llama4
     assert here | in_models == {kind.__name__ for kind in rewind.RULES}
     described = rewind.describe([KVCache(), RotatingKVCache(4), ArraysCache(2)])
     assert described == [("KVCache", "trim"), ("RotatingKVCache", "drop_newest"), ("ArraysCache", "replay")]

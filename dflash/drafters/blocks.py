@@ -3,7 +3,6 @@
 Shapes: N sequences, S sequence length, A anchors a sequence, B positions of a block, E hidden size, F feature size.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
@@ -13,9 +12,6 @@ from .block_attention import block_attention
 from .dflash import DFlashDraftModel
 from .layers import DraftLayer
 
-BlockAttention = Callable[..., mx.array]
-"""Takes and returns what :func:`~dflash.drafters.block_attention.block_attention` does."""
-
 
 def draft_hidden(
     model: DFlashDraftModel,
@@ -23,7 +19,6 @@ def draft_hidden(
     tokens_NS: mx.array,
     anchors_NA: mx.array,
     drafts: int,
-    attention: BlockAttention = block_attention,
     grad_checkpoint: bool = False,
 ) -> mx.array:
     """Final hidden states ``[N, A, B, E]`` of the blocks at ``anchors_NA`` with ``drafts`` drafts each.
@@ -39,7 +34,7 @@ def draft_hidden(
     def forward(number: int, layer: DraftLayer, x_BLE: mx.array, context: mx.array) -> mx.array:
         context_keys, context_values = model.context_keys_values(number, context, 0)
         attend = partial(
-            attention,
+            block_attention,
             context_keys=context_keys,
             context_values=context_values,
             anchors_NA=anchors_NA,

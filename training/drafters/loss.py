@@ -15,8 +15,7 @@ from mlx.utils import tree_map
 from dflash import DFlashDraftModel
 from dflash.core.errors import TrainingError
 from dflash.core.files import flat, nested
-from dflash.drafters.block_attention import block_attention
-from dflash.drafters.blocks import BlockAttention, draft_hidden
+from dflash.drafters.blocks import draft_hidden
 
 from .objectives import ObjectiveSettings, Predictions
 from .targets import block_targets, flat_positions, position_weights
@@ -50,7 +49,6 @@ def drafter_loss(
     head: Head | None = None,
     *,
     dtype: mx.Dtype | None = None,
-    attention: BlockAttention = block_attention,
     grad_checkpoint: bool = False,
 ) -> mx.array:
     """The scalar that training minimises: the mean over the batch's predictions of the objective and the kind's losses.
@@ -59,13 +57,13 @@ def drafter_loss(
     logits (:class:`~dflash.drafters.trainable.Trainable`) need ``head`` and ``batch.target_hidden``, and compare with
     the target's distribution after token ``a + i - 1``. Predictions outside responses are not computed. Predictions of
     tokens that the drafter does not know have weight 0, and the target's distribution is renormalised over the known
-    tokens. The loss is computed in ``dtype``, by default the weights'; ``attention`` and ``grad_checkpoint`` are as in
+    tokens. The loss is computed in ``dtype``, by default the weights'; ``grad_checkpoint`` is as in
     :func:`~dflash.drafters.blocks.draft_hidden`.
 
     Raises ``ValueError`` if the target's logits are needed and missing, and ``TrainingError`` for an objective that
     does not return one loss per prediction.
     """
-    blocks = _BlockPredictions.of(model, batch, objective, head, dtype, attention, grad_checkpoint)
+    blocks = _BlockPredictions.of(model, batch, objective, head, dtype, grad_checkpoint)
     trained = model.trainable_parameters()
     head_weights = {name: trained[name] for name in model.head_modules if name in trained}
     loss = mean_in_chunks(
@@ -163,7 +161,6 @@ class _BlockPredictions:
         objective: ObjectiveSettings,
         head: Head | None,
         dtype: mx.Dtype | None,
-        attention: BlockAttention = block_attention,
         grad_checkpoint: bool = False,
     ) -> "_BlockPredictions":
         needs_target_logits = objective.needs_target_logits or model.needs_target_logits
@@ -176,7 +173,7 @@ class _BlockPredictions:
             model.update(tree_map(lambda weight: weight.astype(dtype), model.trainable_parameters()))
         tokens_NS, anchors_NA, drafts = batch.tokens, batch.anchors, batch.drafts or model.block_size - 1
         size = drafts + 1
-        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, drafts, attention, grad_checkpoint)
+        hidden = draft_hidden(model, features_NSF, tokens_NS, anchors_NA, drafts, grad_checkpoint)
         hidden = hidden[:, :, 0 if model.config.sample_from_anchor else 1 :]  # the anchor may predict a token too
         targets, inside = block_targets(tokens_NS, batch.loss_mask, anchors_NA, size)
         counted = mx.array(np.flatnonzero(np.array(inside)))

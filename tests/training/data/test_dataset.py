@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -81,10 +82,17 @@ SPOILED = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    prepare(prompts(5), target, PrepareSettings(max_tokens=3, shard_size=3), folder, heldout=NO_HELDOUT)
+    return folder
+
+
 @pytest.mark.parametrize("kind", SPOILED)
-def test_a_spoiled_dataset_is_refused(kind, target, tmp_path):
+def test_a_spoiled_dataset_is_refused(kind, whole, target, tmp_path):
     spoil, message = SPOILED[kind]
-    prepare(prompts(5), target, PrepareSettings(max_tokens=3, shard_size=3), tmp_path, heldout=NO_HELDOUT)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     spoil(tmp_path)
     with pytest.raises(DataError, match=re.escape(message)):
         open_dataset(tmp_path, "train", target)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,11 +88,6 @@ def test_of_a_conversation_only_the_new_response_counts_when_the_target_writes_o
 # --- the split ------------------------------------------------------------------------------------------------
 
 
-def test_forty_prompts_are_enough_to_train_and_to_evaluate(target, tmp_path):
-    prepare(prompts(40), target, PrepareSettings(max_tokens=2), tmp_path)
-    assert [len(open_dataset(tmp_path, split, target)) for split in ("train", "heldout")] == [39, 1]
-
-
 def test_another_split_needs_no_new_responses_and_stays_until_it_is_changed(target, tmp_path, monkeypatch):
     settings = PrepareSettings(max_tokens=2, shard_size=4)
     prepare(prompts(30), target, settings, tmp_path)
@@ -115,14 +111,15 @@ class Killed(BaseException):
 
 
 def test_stopped_before_and_after_every_file_it_ends_with_the_same_bytes(target, tmp_path, monkeypatch):
-    prepare(prompts(5), target, SETTINGS, tmp_path / "whole", "p")
-    replace, left = os.replace, [0]
+    talks = prompts(3)  # in two shards
+    prepare(talks, target, SETTINGS, tmp_path / "whole", "p")
+    renamed, left = os.replace, [0]
 
     def killed_replace(source, destination):
         left[0] -= 1
         if left[0] == 0:
             raise Killed
-        replace(source, destination)
+        renamed(source, destination)
         if left[0] == -1:
             raise Killed
 
@@ -132,15 +129,15 @@ def test_stopped_before_and_after_every_file_it_ends_with_the_same_bytes(target,
         place = tmp_path / str(before)
         left[0] = before
         with pytest.raises(Killed):
-            prepare(prompts(5), target, SETTINGS, place, "p")
+            prepare(talks, target, SETTINGS, place, "p")
         place.mkdir(exist_ok=True)  # one that held nothing is gone
         (place / ".plan-x1.json").write_text("{")  # what a kill in the middle of writing leaves
         left[0] = 0  # the next file is written, then it is killed
         if len(tree(place)) <= files - 1:
             with pytest.raises(Killed):
-                prepare(prompts(5), target, SETTINGS, place, "p")
+                prepare(talks, target, SETTINGS, place, "p")
         left[0] = files + 9
-        prepare(prompts(5), target, SETTINGS, place, "p")
+        prepare(talks, target, SETTINGS, place, "p")
         assert tree(place) == tree(tmp_path / "whole")
 
 
@@ -155,7 +152,7 @@ def shard_count(folder: Path) -> int:
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_killed_again_and_again_it_ends_with_the_same_bytes(kills, target_folder, tmp_path):
-    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(20 * kills)))
+    data = write_lines(tmp_path / "p.jsonl", *(json.dumps({"prompt": f"Say {i}"}) for i in range(12 * kills)))
     assert invoke(*command(data, tmp_path / "whole", target_folder)).exit_code == 0
     whole, rng = tree(tmp_path / "whole"), random.Random(0)
     killed = tmp_path / "killed"
@@ -175,29 +172,21 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(kills, target_folder
     assert tree(killed) == whole
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "jsonl"])
-def test_a_missing_file_is_made_again(target, tmp_path, suffix):
-    prepare(prompts(5), target, SETTINGS, tmp_path)
-    whole = tree(tmp_path)
-    (tmp_path / f"shards/000001.{suffix}").unlink()
-    prepare(prompts(5), target, SETTINGS, tmp_path)
-    assert tree(tmp_path) == whole
-
-
-def test_a_damaged_shard_is_named_and_not_written_over(target, tmp_path):
-    prepare(prompts(5), target, SETTINGS, tmp_path)
-    damaged = tmp_path / "shards/000001.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-5])
-    with pytest.raises(DataError, match=r"damaged: .* remove it and give the 'dflash prepare' command again"):
-        prepare(prompts(5), target, SETTINGS, tmp_path)
-
-
-def test_a_finished_dataset_is_left_as_it_is(target, tmp_path, monkeypatch):
+def test_missing_files_are_made_again_damaged_ones_named_and_finished_datasets_left(target, tmp_path, monkeypatch):
     first = prepare(prompts(5), target, SETTINGS, tmp_path)
+    whole = tree(tmp_path)
+    for suffix in ("safetensors", "jsonl"):
+        (tmp_path / f"shards/000001.{suffix}").unlink()
+        prepare(prompts(5), target, SETTINGS, tmp_path)
+        assert tree(tmp_path) == whole
     monkeypatch.setattr(preparing, "answer_rows", None)
     times = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.*")}
     assert prepare(prompts(5), target, SETTINGS, tmp_path) == first
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.*")} == times
+    damaged = tmp_path / "shards/000001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    with pytest.raises(DataError, match=r"damaged: .* remove it and give the 'dflash prepare' command again"):
+        prepare(prompts(5), target, SETTINGS, tmp_path)
 
 
 def test_progress_counts_every_sequence_once_and_starts_where_the_work_was(target, tmp_path, monkeypatch):
@@ -218,19 +207,17 @@ def test_progress_counts_every_sequence_once_and_starts_where_the_work_was(targe
 
 def test_other_settings_input_or_target_do_not_continue_a_dataset(target, tmp_path):
     prepare(prompts(5), target, SETTINGS, tmp_path)
-
-    def refused(talks, target, settings):
-        with pytest.raises(DataError) as error:
-            prepare(talks, target, settings, tmp_path)
-        return str(error.value)
-
-    changed = PrepareSettings(max_tokens=6, temp=0.5, shard_size=2)
-    assert "begun with other input: temp was 1.0, now it is 0.5" in refused(prompts(5), target, changed)
-    assert "other conversations" in refused(prompts(6), target, SETTINGS)
-    other = LoadedTargetModel(tiny_model(seed=2), target.tokenizer)
-    assert "another target" in refused(prompts(5), other, SETTINGS)
     dated = with_template("Today. " + byte_tokenizer().chat_template)
     dated.model = target.model
-    assert "the chat template gives other text" in refused(prompts(5), dated, SETTINGS)
+    begun = {"talks": prompts(5), "target": target, "settings": SETTINGS}
+    for now, message in (
+        ({"settings": replace(SETTINGS, temp=0.5)}, "begun with other input: temp was 1.0, now it is 0.5"),
+        ({"talks": prompts(6)}, "other conversations"),
+        ({"target": LoadedTargetModel(tiny_model(seed=2), target.tokenizer)}, "another target"),
+        ({"target": dated}, "the chat template gives other text"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare(*(begun | now).values(), tmp_path)
     (tmp_path / "plan.json").unlink()
-    assert "without its plan.json" in refused(prompts(5), target, SETTINGS)
+    with pytest.raises(DataError, match=r"without its plan\.json"):
+        prepare(*begun.values(), tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -17,7 +18,7 @@ from dflash.prompts.conversations import read_conversations
 from dflash.training.data import self_prompts
 from dflash.training.data.self_prompts import PromptSettings, unsuitable, user_turn, write_prompts
 
-SETTINGS = PromptSettings(max_tokens=40, round_size=16, batch_size=8, min_p=0.0, seed=3)
+SETTINGS = PromptSettings(max_tokens=20, round_size=16, batch_size=8, min_p=0.0, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,8 @@ def requests(path) -> list[str]:
 def test_requests_are_distinct_and_as_many_as_asked_for(quiet):
     path, counts = quiet
     found = requests(path)
-    assert (
-        len({re.sub(r"\W+", " ", text.casefold()).strip() for text in found}) == len(found) == counts["requests"] == 24
-    )
+    keys = {re.sub(r"\W+", " ", text.casefold()).strip() for text in found}
+    assert len(keys) == len(found) == counts["requests"] == 24
     assert [talk.messages[0]["content"] for talk in read_conversations(path)] == found
     assert counts["unsuitable"] > 0
     dropped = counts["unfinished"] + counts["unsuitable"] + counts["repeated"]
@@ -49,42 +49,29 @@ def test_requests_are_distinct_and_as_many_as_asked_for(quiet):
     assert counts["sampled"] % SETTINGS.round_size == 4  # the first round is small
 
 
-def test_the_first_round_is_small_and_begins_go_on_alternating_after_it(target, tmp_path, monkeypatch, caplog):
-    rounds, generate = [], self_prompts.generate_responses
-
-    def recorded(model, prompts, *others, **options):
-        rounds.append([byte_tokenizer().decode(p)[-1] for p in prompts])
-        return generate(model, prompts, *others, **options)
-
-    monkeypatch.setattr(self_prompts, "generate_responses", recorded)
-    settings = PromptSettings(**SETTINGS.__dict__ | {"begins": ("a", "b", "c")})
-    with caplog.at_level("INFO"):
-        write_prompts(target, 1, tmp_path / "p.jsonl", settings)
-    assert rounds == [["a", "b", "c", "a"]]
-    write_prompts(target, 16, tmp_path / "p.jsonl", settings)
-    assert [len(found) for found in rounds] == [4, 16, 16][: len(rounds)]
-    assert rounds[1][:3] == ["b", "c", "a"]
-    assert re.fullmatch(r"requests: about \d+ s", caplog.messages[0])
-
-
-def test_a_request_is_what_the_target_says_in_the_users_place_up_to_a_stop_token(target, tmp_path):
+def test_requests_begin_in_the_users_place_in_small_rounds_first_and_begins_alternate(
+    target, tmp_path, monkeypatch, caplog
+):
     prefix, stops = user_turn(target)
     assert byte_tokenizer().decode(prefix) == "<|im_start|>user\n"
     assert stops == target.stop_token_ids() | {byte_tokenizer().eos_token_id}
-    asked = []
+    rounds, generate = [], self_prompts.generate_responses
 
     def recorded(model, prompts, *others, **options):
-        asked.extend(prompts)
-        return self_prompts_generate(model, prompts, *others, **options)
+        assert all(prompt[: len(prefix)] == prefix for prompt in prompts)
+        rounds.append([byte_tokenizer().decode(prompt[len(prefix) :]) for prompt in prompts])
+        return generate(model, prompts, *others, **options)
 
-    self_prompts_generate = self_prompts.generate_responses
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_prompts, "generate_responses", recorded)
-        settings = PromptSettings(**SETTINGS.__dict__ | {"begins": ("", "Write a"), "round_size": 4})
-        write_prompts(target, 4, tmp_path / "p.jsonl", settings)
-    begin = byte_tokenizer().encode("Write a")
-    assert asked[:4] == [prefix, prefix + begin] * 2
+    monkeypatch.setattr(self_prompts, "generate_responses", recorded)
+    settings = replace(SETTINGS, begins=("", "Write a", "c"))
+    with caplog.at_level("INFO"):
+        write_prompts(target, 1, tmp_path / "p.jsonl", settings)
+    assert rounds == [["", "Write a", "c", ""]]
+    write_prompts(target, 16, tmp_path / "p.jsonl", settings)
+    assert [len(found) for found in rounds] == [4, 16, 16][: len(rounds)]
+    assert rounds[1][:3] == ["Write a", "c", ""]
     assert any(request.startswith("Write a") for request in requests(tmp_path / "p.jsonl"))
+    assert re.fullmatch(r"requests: about \d+ s", caplog.messages[0])
 
 
 def test_a_template_with_a_token_of_its_own_after_the_user_ends_requests_there():
@@ -133,7 +120,7 @@ def test_a_killed_run_continues_to_the_same_bytes_and_more_can_be_asked_for(
         patch.setattr(name, dies)
         with pytest.raises(KeyboardInterrupt):
             write_prompts(target, 18, killed, SETTINGS)
-    for count in (18, 21, 24, 12):
+    for count in (18, 24, 12):
         after = write_prompts(target, count, killed, SETTINGS)
     assert (killed.read_bytes(), after) == (quiet[0].read_bytes(), quiet[1])
 
@@ -142,7 +129,7 @@ def test_other_settings_another_target_and_a_file_of_somebody_else_are_refused(t
     path = tmp_path / "p.jsonl"
     write_prompts(target, 4, path, SETTINGS)
     for other, settings, words in [
-        (target, PromptSettings(**SETTINGS.__dict__ | {"seed": 4}), ["begun with seed 3, not 4"]),
+        (target, replace(SETTINGS, seed=4), ["begun with seed 3, not 4"]),
         (Stopping(tiny_model(7), byte_tokenizer()), SETTINGS, ["another target"]),
     ]:
         with pytest.raises(DataError) as error:
@@ -209,7 +196,7 @@ def test_targets_that_cannot_make_up_requests_are_refused(tmp_path):
 
 def test_the_command_writes_what_the_function_writes_and_says_how_many(target_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("dflash.target.model.LoadedTargetModel.stop_token_ids", Stopping.stop_token_ids)
-    common = ["prompts", "--target", target_folder, "--count", 5, "--max-tokens", "40", "--min-p", "0", "--begin", ""]
+    common = ["prompts", "--target", target_folder, "--count", 5, "--max-tokens", "20", "--min-p", "0", "--begin", ""]
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         result = invoke(*common, "--output", tmp_path / name / "p.jsonl", "--seed", seed, "--begin", "Say")
         assert result.exit_code == 0, result.output

@@ -8,8 +8,6 @@ prompts' own passes left out. Long answers weigh more than short ones, as in eng
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import takewhile
 from sys import maxsize
 from typing import Any, TypeVar
 
@@ -70,13 +68,12 @@ class Acceptance:
 
 def total(parts: Iterable[Acceptance], block_size: int) -> Acceptance:
     """Counts over all ``parts``, which have ``block_size - 1`` positions each."""
-    none = np.zeros(block_size - 1, dtype=np.int64)
-    return reduce(
-        lambda a, b: Acceptance(
-            a.blocks + b.blocks, a.committed + b.committed, a.verified + b.verified, a.accepted + b.accepted
-        ),
-        parts,
-        Acceptance(0, 0, none, none),
+    each, none = list(parts), np.zeros(block_size - 1, dtype=np.int64)
+    return Acceptance(
+        sum(part.blocks for part in each),
+        sum(part.committed for part in each),
+        sum((part.verified for part in each), none),
+        sum((part.accepted for part in each), none),
     )
 
 
@@ -132,19 +129,17 @@ def measure_one(
     Every draft is verified unless ``options`` has another policy: acceptance is a property of the drafter, not of the
     machine.
     """
-    blocks, committed, text = 0, 0, ""
-    verified, accepted = (np.zeros(decoder.block_size - 1, dtype=np.int64) for _ in range(2))
+    blocks, text = list[Drafted](), ""
     options = {"policy": "full"} | options
     for i, response in enumerate(decoder.stream_generate(prompt, max_tokens, temperature, **options)):
         text += response.text
         if i == 0:  # the prompt's own pass, which is no block
             continue
-        blocks, committed = blocks + 1, committed + len(response.tokens)
-        in_text = len(response.tokens) if response.finish_reason == "stop" else len(response.drafted)
-        verified[: min(in_text, len(response.drafted))] += 1
-        pairs = zip(response.drafted[: response.accepted], response.tokens, strict=False)
-        accepted[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))] += 1
-    return Acceptance(blocks, committed, verified, accepted), text
+        drafted, committed = len(response.drafted), len(response.tokens)
+        verified = min(drafted, committed) if response.finish_reason == "stop" else drafted
+        right = agreeing(response.drafted[: response.accepted], response.tokens)
+        blocks.append(Drafted(response.generation_tokens - committed - 1, drafted, verified, right, committed))
+    return counts(blocks, decoder.block_size), text
 
 
 def unlimited(decoder: DFlashSpeculativeDecoder) -> DFlashSpeculativeDecoder:

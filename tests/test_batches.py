@@ -160,21 +160,13 @@ def test_an_error_behind_the_last_token_is_none(decoder, texts):
     assert written == [decoder.generate(PROMPTS[0], max_tokens=4), texts[1]]
 
 
-def read_until(error, responses, count):
-    for number, _ in enumerate(responses):
-        if number == count:
-            raise error("there")
-
-
 @pytest.mark.parametrize("error", [Trouble, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [0, 20])
 def test_after_an_error_the_decoder_is_as_it_was(decoder, texts, error, after):
-    """Of the row that :meth:`batch_generate` raises, of the keyboard, and of who reads the responses."""
+    """Of the row that :meth:`batch_generate` raises, and of the keyboard."""
     each = [{}, {"logits_processors": [failing(after, error)]}, {}, {}, {}]
     with pytest.raises(error, match="here"):
         decoder.batch_generate(PROMPTS, each=each)
-    with pytest.raises(error, match="there"):
-        read_until(error, decoder.stream_batch(PROMPTS), after)
     assert decoder.batch_generate(PROMPTS[:2]) == texts[:2]
     assert decoder.generate(PROMPTS[2]) == texts[2]
 

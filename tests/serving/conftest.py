@@ -84,6 +84,13 @@ def endless(decoder: dflash.DFlashSpeculativeDecoder) -> dict:
     return {"logit_bias": {str(token): -100 for token in decoder.loaded_target.stop_token_ids()}}
 
 
+def answered(connection: socket.socket) -> dict:
+    """The object that an open connection brings."""
+    with connection, connection.makefile("rb") as file:
+        head, _, body = file.read().partition(b"\r\n\r\n")
+    return json.loads(body) | {"status": int(head.split()[1])}
+
+
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not condition():

@@ -1,6 +1,5 @@
 """Several requests at once: they join one batch, each gets the text that it has alone, and none disturbs another."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -19,7 +18,7 @@ from dflash.models import ModelOptions
 from dflash.target.ring import RowsCache
 
 from . import load
-from .conftest import QUESTION, Gate, endless, until
+from .conftest import QUESTION, Gate, answered, endless, until
 
 QUESTIONS = [
     QUESTION,
@@ -208,9 +207,7 @@ def test_a_client_that_leaves_a_batch_leaves_the_others_there(gated, model, monk
     until(lambda: running.metric("vllm:num_requests_running") == 2)
     gate.open.release(10_000)
     for connection, prompt in ((first, [1, 2, 3]), (stays, [7, 8, 9, 10])):
-        with connection, connection.makefile("rb") as file:
-            found = json.loads(file.read().partition(b"\r\n\r\n")[2])
-        assert ids(found["choices"][0]["text"]) == plain_greedy(model, prompt, 30)[0]
+        assert ids(answered(connection)["choices"][0]["text"]) == plain_greedy(model, prompt, 30)[0]
     assert b'finished_reason="abort"} 1.0' in running.send("GET", "/metrics")[1]
     again = running.complete("4 5 6", max_tokens=30)
     assert ids(again.choices[0].text) == plain_greedy(model, [4, 5, 6], 30)[0]
@@ -229,9 +226,7 @@ def test_a_client_that_leaves_before_its_row_begins_is_let_go(here, gate):
     for connection in leave:
         connection.close()
     gate.open.release(10_000)
-    with first, first.makefile("rb") as file:
-        found = json.loads(file.read().partition(b"\r\n\r\n")[2])
-    assert ids(found["choices"][0]["text"]) == plain_greedy(model, [1, 2, 3], 30)[0]
+    assert ids(answered(first)["choices"][0]["text"]) == plain_greedy(model, [1, 2, 3], 30)[0]
     assert running.send("GET", "/health")[0] == 200
 
 

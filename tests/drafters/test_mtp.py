@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from support.cli import invoke
 from support.errors import refused
 from support.models import TEXT_VOCAB, byte_tokenizer, plain_greedy, qwen3_model, randomize, save_target
-from support.reference import attend, rms_norm, rope, silu
+from support.reference import Layer, attend, rms_norm, rope, sigmoid
 
 from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, load_drafter, load_target
 from dflash.adapters.conformance import small_models
@@ -67,45 +67,39 @@ def files(tmp_path_factory):
     return write(folder / "converted", model, mtp), folder / "published", mtp
 
 
-class DenseMTP:
+class DenseMTP(Layer):
     """The layer from its formulas: float64, everything computed again for each draft."""
 
     def __init__(self, weights: dict[str, mx.array], target: LoadedTargetModel):
-        self.w = {n.removeprefix("mtp."): np.array(w, np.float64) for n, w in weights.items()}
         args = text_config(target.model)
         self.dims = int(HEAD_DIM * args["partial_rotary_factor"])
-        self.inverse = args["rope_theta"] ** (-np.arange(0, self.dims, 2) / self.dims)
+        shape = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": self.dims}
+        weights = {name.removeprefix("mtp."): np.array(w, np.float64) for name, w in weights.items()}
+        super().__init__(weights, "layers.0", shape | {"rms_norm_eps": EPS, "rope_theta": args["rope_theta"]})
         self.table = np.array(target.embed(mx.arange(TEXT_VOCAB)), np.float64)
         self.head = np.array(target.adapter.language_model.lm_head.weight, np.float64)
 
-    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        return rms_norm(x, self.w[f"{name}.weight"], EPS)
+    def outer_norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        return rms_norm(x, self.weights[f"{name}.weight"], EPS)
 
-    def turned(self, name: str, x_LD: np.ndarray) -> np.ndarray:
-        x_LD = self.norm(f"layers.0.self_attn.{name}", x_LD)
-        positions = np.arange(len(x_LD))
-        return np.concatenate([rope(x_LD[:, : self.dims], positions, self.inverse), x_LD[:, self.dims :]], axis=-1)
-
-    def project(self, name: str, x: np.ndarray, parts: int) -> list[np.ndarray]:
-        return np.split(x @ self.w[f"layers.0.{name}.weight"].T, parts, axis=-1)
+    def turned(self, name: str, x_HLD: np.ndarray) -> np.ndarray:
+        x_HLD = self.normed(f"self_attn.{name}", x_HLD)
+        first = rope(x_HLD[..., : self.dims], np.arange(x_HLD.shape[1]), self.inverse)
+        return np.concatenate([first, x_HLD[..., self.dims :]], axis=-1)
 
     def __call__(self, tokens: list[int], hidden: np.ndarray) -> np.ndarray:
         """Hidden states of rows that pair ``tokens`` with ``hidden``."""
-        e = self.norm("pre_fc_norm_embedding", self.table[tokens])
-        x = np.concatenate([e, self.norm("pre_fc_norm_hidden", hidden)], axis=-1) @ self.w["fc.weight"].T
-        u = self.norm("layers.0.input_layernorm", x)
-        both = [np.split(head, 2, axis=-1) for head in self.project("self_attn.q_proj", u, HEADS)]
-        keys = [self.turned("k_norm", k) for k in self.project("self_attn.k_proj", u, KV_HEADS)]
-        values, visible = self.project("self_attn.v_proj", u, KV_HEADS), np.tri(len(x), dtype=bool)
-        out = [
-            attend(self.turned("q_norm", q), keys[h * KV_HEADS // HEADS], values[h * KV_HEADS // HEADS], visible)
-            / (1 + np.exp(-gate))
-            for h, (q, gate) in enumerate(both)
-        ]
-        x = x + np.concatenate(out, axis=-1) @ self.w["layers.0.self_attn.o_proj.weight"].T
-        u = self.norm("layers.0.post_attention_layernorm", x)
-        gate, up = (self.project(f"mlp.{name}", u, 1)[0] for name in ("gate_proj", "up_proj"))
-        return self.norm("norm", x + (silu(gate) * up) @ self.w["layers.0.mlp.down_proj.weight"].T)
+        both = [
+            self.outer_norm("pre_fc_norm_embedding", self.table[tokens]), self.outer_norm("pre_fc_norm_hidden", hidden)
+        ]  # fmt: skip
+        x = np.concatenate(both, axis=-1) @ self.weights["fc.weight"].T
+        u = self.normed("input_layernorm", x)
+        q, gate = np.split(self.project("q_proj", u, HEADS), 2, axis=-1)
+        k, v = self.turned("k_norm", self.project("k_proj", u, KV_HEADS)), self.project("v_proj", u, KV_HEADS)
+        k, v = (np.repeat(y, HEADS // KV_HEADS, axis=0) for y in (k, v))
+        out = attend(self.turned("q_norm", q), k, v, np.tri(len(x), dtype=bool)) * sigmoid(gate)
+        x = x + self.linear("self_attn.o_proj", np.concatenate(list(out), axis=-1))
+        return self.outer_norm("norm", x + self.mlp(self.normed("post_attention_layernorm", x)))
 
     def logits(self, tokens: list[int], hidden: np.ndarray, anchor: int, drafts: list[int]) -> np.ndarray:
         """Logits of the drafts after ``anchor``, each from the drafts before it."""

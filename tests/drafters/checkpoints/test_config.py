@@ -41,19 +41,14 @@ def nested(**changes) -> dict:
     return PUBLISHED | {"dflash_config": PUBLISHED["dflash_config"] | changes}
 
 
-def test_the_published_config_parses():
+def test_a_published_config_is_written_with_the_keys_it_had():
     config = DFlashConfig.from_dict(PUBLISHED)
-    assert config.hidden_size == 2560
-    assert config.intermediate_size == 9728
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
-    assert (config.num_hidden_layers, config.num_target_layers) == (5, 36)
-    assert config.block_size == 16
-    assert config.mask_token_id == 151669
+    written = json.loads(json.dumps(config.to_dict()))
+    assert PUBLISHED.items() <= written.items()
     assert config.target_layer_ids == (1, 9, 17, 25, 33)
-    assert config.rope_theta == 1_000_000
-    assert config.rope_scaling is None
     assert config.layer_types == (FULL,) * 5
     assert not any(config.causal_in_block(i) or config.window(i) for i in range(5))
+    assert DFlashConfig.from_dict(PUBLISHED | {"head_dim": None}).head_dim == 80
 
 
 CONFIGS = st.builds(
@@ -82,52 +77,16 @@ def test_every_config_survives_its_published_form(config):
     assert published["dflash_config"]["target_layer_ids"] == list(config.target_layer_ids)
 
 
-def test_a_published_config_is_written_with_the_keys_it_had():
-    written = json.loads(json.dumps(DFlashConfig.from_dict(PUBLISHED).to_dict()))
-    assert PUBLISHED.items() <= written.items()
-
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-LINEAR = {"type": "linear", "factor": 2.0}
-LOGITS = {"input_embedding_scale": 50.0, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}
-PLACES = {  # a config, and what it means
-    "block size inside": (without("block_size") | nested(block_size=10), {"block_size": 10}),
-    "theta inside rope_parameters": (
-        without("rope_theta") | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        {"rope_theta": 5e5, "rope_scaling": None},
-    ),
-    "scaling inside rope_parameters": (
-        without("rope_theta") | {"rope_parameters": YARN | {"rope_theta": 5e5}},
-        {"rope_theta": 5e5, "rope_scaling": YARN},
-    ),
-    "scaling of older configs": (PUBLISHED | {"rope_scaling": LINEAR}, {"rope_scaling": LINEAR}),
-    "no scaling": (PUBLISHED | {"rope_scaling": None}, {"rope_scaling": None}),
-    "logit options inside": (nested(**LOGITS), LOGITS),
-    "no head_dim": (without("head_dim"), {"head_dim": 80}),
-    "a null head_dim": (PUBLISHED | {"head_dim": None}, {"head_dim": 80}),
-}
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_values_are_read_from_wherever_they_are_published(name):
-    config, meaning = PLACES[name]
-    parsed = vars(DFlashConfig.from_dict(config))
-    assert {key: parsed[key] for key in meaning} == meaning
-
-
-def test_layer_types_choose_window_and_causality_for_each_layer():
+@pytest.mark.parametrize(
+    ("changes", "causal"),
+    [({}, [True, False, True, False, True]), ({"is_causal": True}, [True] * 5), ({"is_causal": False}, [False] * 5)],
+)
+def test_layer_types_choose_window_and_causality_for_each_layer_unless_one_holds_for_all(changes, causal):
     types = [SLIDING, FULL, SLIDING, FULL, SLIDING]
-    config = DFlashConfig.from_dict(PUBLISHED | {"layer_types": types, "sliding_window": 2048})
-    assert [config.window(i) for i in range(5)] == [2048, None, 2048, None, 2048]
-    assert [config.causal_in_block(i) for i in range(5)] == [True, False, True, False, True]
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("where", ["top", "dflash_config"])
-def test_is_causal_when_given_holds_for_all_layers(causal, where):
-    base = nested(is_causal=causal) if where == "dflash_config" else PUBLISHED | {"is_causal": causal}
-    config = DFlashConfig.from_dict(base | {"layer_types": [SLIDING, FULL] * 2 + [FULL], "sliding_window": 9})
-    assert {config.causal_in_block(i) for i in range(5)} == {causal}
+    for config in (PUBLISHED | changes, nested(**changes)):
+        config = DFlashConfig.from_dict(config | {"layer_types": types, "sliding_window": 2048})
+        assert [config.window(i) for i in range(5)] == [2048, None, 2048, None, 2048]
+        assert [config.causal_in_block(i) for i in range(5)] == causal
 
 
 @pytest.mark.parametrize(
@@ -151,31 +110,22 @@ BAD = {
     "mask id too large": (nested(mask_token_id=151936), ["mask_token_id 151936", "outside", "151936 tokens"]),
     "mask id negative": (nested(mask_token_id=-1), ["mask_token_id -1", "outside"]),
     "mask id a string": (nested(mask_token_id="151669"), ["mask_token_id", "'151669'"]),
-    "mask id a fraction": (nested(mask_token_id=3.5), ["mask_token_id", "3.5"]),
     "layer id too large": (nested(target_layer_ids=[1, 36]), ["target_layer_ids", "36", "0 to 35"]),
-    "layer id negative": (nested(target_layer_ids=[-1, 3]), ["target_layer_ids", "-1", "0 to 35"]),
     "layer id a string": (nested(target_layer_ids=["1"]), ["target_layer_ids", "'1'"]),
     "layer ids not a list": (nested(target_layer_ids=3), ["target_layer_ids", "3"]),
-    "block size 0": (PUBLISHED | {"block_size": 0}, ["block_size", "positive", "0"]),
-    "block size negative": (nested(block_size=-4), ["block_size", "positive", "-4"]),
-    "block size a string": (PUBLISHED | {"block_size": "16"}, ["block_size", "'16'"]),
+    "block size 0": (nested(block_size=0), ["block_size", "positive", "0"]),
     "block size true": (PUBLISHED | {"block_size": True}, ["block_size", "True"]),
-    "no layers": (PUBLISHED | {"num_hidden_layers": 0}, ["num_hidden_layers", "positive"]),
     "negative head size": (PUBLISHED | {"head_dim": -8}, ["head_dim", "-8"]),
-    "eps a string": (PUBLISHED | {"rms_norm_eps": "1e-6"}, ["rms_norm_eps", "'1e-6'"]),
     "heads do not group": (PUBLISHED | {"num_key_value_heads": 7}, ["num_attention_heads 32", "num_key_value_heads 7"]),
     "layer types too few": (PUBLISHED | {"layer_types": [FULL]}, ["layer_types", "1 layers", "5"]),
     "layer type unknown": (PUBLISHED | {"layer_types": [FULL] * 4 + ["linear"]}, ["layer_types", "linear", FULL]),
     "sliding without window": (PUBLISHED | {"layer_types": [SLIDING] * 5}, ["sliding_window"]),
-    "window 0": (PUBLISHED | {"layer_types": [SLIDING] * 5, "sliding_window": 0}, ["sliding_window", "0"]),
     "attention bias a word": (PUBLISHED | {"attention_bias": "all"}, ["attention_bias", "'all'"]),
     "block size too large": (PUBLISHED | {"block_size": 100_000}, ["block_size 100000", "at most 512"]),
     "other activation": (PUBLISHED | {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "not supported"]),
     "dflash_config a list": (PUBLISHED | {"dflash_config": [1]}, ["dflash_config"]),
-    "rope_parameters a list": (PUBLISHED | {"rope_parameters": [1]}, ["rope_parameters"]),
     "target's layers a text": (PUBLISHED | {"num_target_layers": "36"}, ["num_target_layers", "'36'"]),
     "scale not a number": (nested(input_embedding_scale=float("nan")), ["input_embedding_scale", "nan"]),
-    "theta infinite": (PUBLISHED | {"rope_theta": float("inf")}, ["rope_theta", "inf"]),
     "is_causal a word": (PUBLISHED | {"is_causal": "yes"}, ["is_causal", "'yes'"]),
 }
 

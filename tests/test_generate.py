@@ -4,7 +4,6 @@ Most targets here are scripted (``models.writer``): they write a known text what
 should appear is known; the drafter is right as often as a test says.
 """
 
-import itertools
 import json
 from collections.abc import Iterator
 
@@ -34,6 +33,7 @@ from dflash.generate import PAIR
 
 PROMPT = [65, 66]
 TEXT = "naïve 日本 😀👩‍👩‍👧 text: stop here, and there"
+EMOJI = "😀é日👩‍👩‍👧" * 4
 
 
 def token_decoder(**options) -> tuple[DFlashSpeculativeDecoder, list[int], list[int]]:
@@ -47,9 +47,9 @@ def token_decoder(**options) -> tuple[DFlashSpeculativeDecoder, list[int], list[
 # --- text -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["bpe", "naive"])
-@pytest.mark.parametrize("p", [0.0, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("text", [TEXT, "😀é日👩‍👩‍👧" * 4])
+@pytest.mark.parametrize(
+    ("fast", "p", "text"), [(True, 0.0, TEXT), (False, 0.5, TEXT), (True, 0.9, EMOJI), (False, 1.0, EMOJI)]
+)
 def test_generate_is_a_string_and_streams_the_same_string_in_whole_characters(fast, p, text):
     whole = writer(text, p=p, fast=fast).generate(PROMPT, max_tokens=300)
     assert type(whole) is str
@@ -76,12 +76,6 @@ def test_stop_strings_cut_the_text_and_are_never_shown(stops, p, block_size):
     assert [r.finish_reason for r in responses] == [None] * (len(responses) - 1) + ["stop"]
 
 
-def test_a_stop_string_that_max_tokens_cuts_off_is_shown_as_far_as_it_came():
-    responses = list(writer("abcdef").stream_generate(PROMPT, 2, stop_strings=["bcdef"]))
-    assert responses[-1].finish_reason == "length"
-    assert "".join(r.text for r in responses) == "abc"  # "ab" is one token
-
-
 def test_the_stop_token_is_counted_and_not_shown():
     responses = list(writer("done", p=1.0, policy="full").stream_generate(PROMPT, 50))
     assert "".join(r.text for r in responses) == "done"
@@ -97,8 +91,8 @@ def test_the_bundled_models_write_what_plain_mlx_lm_writes_in_fewer_passes():
     lines = (PAIR / "heldout.jsonl").read_text().splitlines()
     for prompt in (json.loads(line)["prompt"] for line in lines[:: len(lines) // 2][:2]):
         tokens = bundled.loaded_target.build_prompt(prompt)
-        plain = list(mlx_lm.stream_generate(bundled.target_model, bundled.tokenizer, tokens, max_tokens=80))
-        ours = list(bundled.stream_generate(prompt, max_tokens=80))
+        plain = list(mlx_lm.stream_generate(bundled.target_model, bundled.tokenizer, tokens, max_tokens=48))
+        ours = list(bundled.stream_generate(prompt, max_tokens=48))
         assert [t for r in ours for t in r.tokens] == [r.token for r in plain]
         assert "".join(r.text for r in ours) == "".join(r.text for r in plain)
         assert ours[-1].finish_reason == plain[-1].finish_reason
@@ -129,8 +123,10 @@ def test_responses_account_for_every_token(p, accepted, committed):
     assert total == 40
 
 
-@pytest.mark.parametrize("p", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize(("stop", "end"), [("stop", "stop"), ("here,", "he"), ("e, and th", "e"), ("日本", "日")])
+@pytest.mark.parametrize(
+    ("p", "stop", "end"),
+    [(0.7, "stop", "stop"), (0.0, "here,", "he"), (1.0, "here,", "he"), (0.7, "e, and th", "e"), (1.0, "日本", "日")],
+)
 def test_tokens_end_with_the_one_in_which_the_stop_string_begins(p, stop, end):
     """However far the block that completes it went on, and whether an earlier block began it."""
     begin = TEXT.index(stop)
@@ -165,20 +161,6 @@ def test_spec_generate_ends_with_a_stop_token_the_tokenizers_unless_told_otherwi
     ids = decoder.spec_generate(mx.array([PROMPT]), 30)
     assert (ids[0, -1].item(), ids.size < 10) == (byte_tokenizer().eos_token_id, True)
     assert decoder.spec_generate(mx.array([PROMPT]), 30, stop_token_ids=[]).size == 32
-
-
-def test_the_same_seed_samples_the_same_tokens_and_another_seed_others():
-    decoder, prompt, _ = token_decoder()
-
-    def sample(state: int, **options) -> list[int]:
-        mx.random.seed(state)
-        return decoder.spec_generate(mx.array([prompt]), 30, temperature=1.5, **options).tolist()
-
-    decoder.draft_model.p = 1.0  # the scripted drafter's own dice would differ between runs
-    first, other = sample(1), sample(2)
-    assert sample(1) == sample(9, seed=1) == first
-    assert sample(2) == sample(9, seed=2) == other
-    assert first != other
 
 
 # --- limits and errors --------------------------------------------------------------------------------------
@@ -262,16 +244,3 @@ def test_a_decoder_has_its_parts_under_the_prototypes_names(tokenizer):
     assert kept.tokenizer is loaded.tokenizer is not other
     assert kept.loaded_target.adapter is loaded.adapter
     assert replaced.tokenizer is other
-
-
-def test_two_generations_of_one_decoder_do_not_disturb_each_other():
-    decoder, prompt, expected = token_decoder()
-    tokenized = writer(TEXT, p=0.5)
-    first, second = (tokenized.generate(PROMPT, max_tokens=200, stream=True) for _ in range(2))
-    shown = ["", ""]
-    for pair in itertools.zip_longest(first, second, fillvalue=""):
-        shown = [text + piece for text, piece in zip(shown, pair, strict=True)]
-    assert shown == [TEXT, TEXT]
-    assert (
-        decoder.spec_generate(prompt, 40).tolist() == decoder.spec_generate(prompt, 40).tolist() == [prompt + expected]
-    )

@@ -131,6 +131,7 @@ def prepare(
     """
     from ..prompts.conversations import read_conversations
     from ..training.data.prepare import PrepareSettings
+    from ..training.data.prepare import prepare as make
 
     settings = PrepareSettings(
         max_tokens,
@@ -153,7 +154,12 @@ def prepare(
         conversations = [conversation.with_system(form.system) for conversation in conversations]
     hub = {"split": split, "subset": subset, "template": template}
     source = Path(data).name if Path(data).exists() else f"{data} {json.dumps(hub)}"
-    _prepare(conversations, _load(models), settings, out, source, heldout)
+    target = _load(models)
+    with resumable(out):
+        manifest = make(conversations, target, settings, out, source, heldout)
+    _print_splits(manifest)
+    print("dropped ", ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in manifest["dropped"].items()))
+    print(f"The dataset is in {out}.")
 
 
 def _one_folder(argument: Path | None, option: Path | None) -> Path:
@@ -175,17 +181,6 @@ def _load(models: ModelOptions) -> "LoadedTargetModel":
     keep_freed_memory()
     show_log()
     return models.load_target()
-
-
-def _prepare(conversations: Any, target: Any, settings: Any, folder: Path, source: str, heldout: Any) -> None:
-    from ..training.data.prepare import prepare as make
-
-    with resumable(folder):
-        manifest = make(conversations, target, settings, folder, source, heldout)
-    _print_splits(manifest)
-    dropped = {name.replace("_", " "): number for name, number in manifest["dropped"].items()}
-    print("dropped ", ", ".join(f"{number} {name}" for name, number in dropped.items()))
-    print(f"The dataset is in {folder}.")
 
 
 @data_app.command()

@@ -73,10 +73,8 @@ def test_an_interrupted_check_has_shown_what_passed(folder, monkeypatch):
     ("arguments", "message"),
     [
         (["check", "llama", "--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["check", "llama", "--rounds", "-3"], "--rounds must be at least 1, got -3"),
         (["check", "lama"], "neither a folder, nor a hub name .*; did you mean 'llama'"),
         (["check", ""], "is empty"),
-        (["check", "llama", "--seed", "-1"], "--seed must be a whole number"),
         (["bench", "--blocks", "0"], "--blocks must be at least 1, got 0"),
     ],
 )

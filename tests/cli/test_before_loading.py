@@ -1,4 +1,4 @@
-"""What needs no model to be refused is refused before one loads: minutes, with a large target."""
+"""Before a target loads: what needs no model is refused (later would be minutes later), and its own code is trusted."""
 
 from dataclasses import fields
 from itertools import chain
@@ -119,12 +119,12 @@ CASES = [(name, option) for name in ARGUMENTS for option in loads_a_target(name)
 
 @pytest.fixture
 def without_a_target(prompts, tmp_path):
-    """A command whose target does not exist, with an option of a value."""
+    """A command whose target does not exist, with an option and its value."""
 
-    def call(command: str, option: str = "", value: str = "") -> Result:
-        words = INSTEAD.get((command, option), ARGUMENTS[command])
+    def call(command: str, *option: str) -> Result:
+        words = INSTEAD.get((command, *option[:1]), ARGUMENTS[command])
         target = [NO_TARGET] if command == "adapters check" else ["--target", NO_TARGET]
-        given = [*command.split(), *words.split(), *target, *([option, *value.split(" ")] if option else [])]
+        given = [*command.split(), *words.split(), *target, *option]
         return invoke(*(word.format(prompts=prompts, new=tmp_path / "new") for word in given))
 
     return call
@@ -133,7 +133,7 @@ def without_a_target(prompts, tmp_path):
 @pytest.mark.parametrize(("command", "option"), CASES)
 def test_a_bad_value_is_refused_before_the_target_loads(command, option, without_a_target, tmp_path):
     """The target does not exist, and nothing says so: the value is what is wrong."""
-    result = without_a_target(command, option, BAD[option])
+    result = without_a_target(command, option, *BAD[option].split(" "))
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code in (1, 2)
     assert NO_TARGET not in result.output
@@ -145,3 +145,40 @@ def test_a_bad_value_is_refused_before_the_target_loads(command, option, without
 def test_a_target_that_is_not_there_is_one_line(command, without_a_target):
     message = f"No checkpoint folder at '{NO_TARGET}'|'{NO_TARGET}' is neither a folder, nor a hub name"
     assert_one_error(without_a_target(command), message)
+
+
+class Loaded(Exception):
+    """Stands for the target."""
+
+
+WITH_FILES = {
+    "train": "{place}/recipe.yaml --set run.folder={new}",
+    "cache-features": "{place}/recipe.yaml --set data.cached_features={new}",
+    "ablate": "{place}/study.yaml",
+    "ablate --dry-run": "{place}/study.yaml",
+    "compare": "{place}/finished {place}/finished",
+}
+LOADED_BY = {"recipe": "training.new_recipe", "fit": "training.pipeline", "compare": "study.compare"}
+LOADED_BY |= dict.fromkeys(("train", "cache-features"), "training.train")
+LOADED_BY |= dict.fromkeys(("ablate", "ablate --dry-run"), "study.ablation")
+
+
+@pytest.mark.parametrize("command", [*ARGUMENTS, *WITH_FILES])
+def test_code_of_a_target_runs_only_where_the_command_line_trusts_it(
+    command, without_a_target, place, monkeypatch, tmp_path
+):
+    trusted = []
+
+    def load(path, trust_remote_code=False, adapter_path=None):
+        trusted.append(trust_remote_code)
+        raise Loaded
+
+    monkeypatch.setattr(f"dflash.{LOADED_BY.get(command, 'target')}.load_target", load)
+    for options in ([], ["--trust-remote-code"]):
+        if command in WITH_FILES:
+            words = WITH_FILES[command].format(place=place, new=tmp_path / "new").split()
+            answer = invoke(*command.split(), *words, *options)
+        else:
+            answer = without_a_target(command, *options)
+        assert isinstance(answer.exception, Loaded), answer.output
+    assert trusted == [False, True]

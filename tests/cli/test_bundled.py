@@ -171,7 +171,8 @@ def test_where_there_is_none_every_command_says_what_to_do(package, prompts):
     assert_one_error(invoke("generate", "Hi", *other, "--drafter", "bundled"), "No drafter is bundled")
 
 
-def test_doctor_shows_the_drafter_that_it_found_or_that_there_is_none(package):
+def test_doctor_shows_the_drafter_that_it_found_or_that_there_is_none(package, monkeypatch):
+    monkeypatch.setattr("dflash.evaluation.doctor.costs", lambda decoder: {0: 0.01, 1: 0.02})
     for named in ((), ("--drafter", "bundled")):
         shown = invoke("doctor", "--target", package / "target", *named).stdout
         assert "made for org/tiny" in shown

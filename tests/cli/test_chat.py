@@ -43,13 +43,21 @@ def expected(decoder, turns: list[str], system: str | None = None, cut: dict[int
     return answers
 
 
+@pytest.fixture(scope="module")
+def answers(decoder) -> list[str]:
+    """Those to all turns, without options."""
+    return expected(decoder, TURNS)
+
+
+def test_a_tree_changes_no_answer(chat, answers):
+    assert chat(TURNS, "--policy", "full", "--tree", 8).stdout == "".join(f"{answer}\n" for answer in answers)
+
+
 @pytest.mark.parametrize(
     ("flags", "options"),
     [
-        ([], {}),
         (["--system", "Be brief."], {"system": "Be brief."}),
         (["--temp", 0.8, "--seed", 3], {"temperature": 0.8, "seed": 3}),
-        (["--policy", "full", "--tree", 8], {"tree": 8}),
         (["--stop", "a"], {"stop_strings": ["a"]}),
     ],
 )
@@ -59,10 +67,10 @@ def test_each_answer_is_that_of_generate_to_the_same_history(chat, decoder, flag
     assert shown.stdout == "".join(f"{answer}\n" for answer in expected(decoder, TURNS, **options))
 
 
-def test_commands_change_no_answer_and_plain_drafts_nothing(chat, decoder, tmp_path):
+def test_commands_change_no_answer_and_plain_drafts_nothing(chat, answers, tmp_path):
     file = tmp_path / "trace.jsonl"
     shown = chat([TURNS[0], "/plain", TURNS[1], "/plain", "/drafts", TURNS[2]], "--trace", file, "--policy", "full")
-    assert shown.stdout == "".join(f"{answer}\n" for answer in expected(decoder, TURNS))
+    assert shown.stdout == "".join(f"{answer}\n" for answer in answers)
     drafted = []
     for record in read_records(file):
         if record["record"] == "request":
@@ -73,9 +81,9 @@ def test_commands_change_no_answer_and_plain_drafts_nothing(chat, decoder, tmp_p
     assert "Blocks are not marked" in shown.stderr
 
 
-def test_stats_tell_the_last_answer_and_the_whole_chat_and_reset_forgets(chat, decoder):
+def test_stats_tell_the_last_answer_and_the_whole_chat_and_reset_forgets(chat, decoder, answers):
     shown = chat(["/stats", TURNS[0], TURNS[1], "/stats", "/reset", "/stats", TURNS[1]])
-    first, second = expected(decoder, TURNS[:2])
+    first, second = answers[:2]
     assert shown.stdout.splitlines()[-1] == decoder.generate(TURNS[1], **SHORT).splitlines()[-1]
     none, last, whole, after = shown.stderr.splitlines()
     assert none == after == "No answer yet."
@@ -99,7 +107,7 @@ def test_a_turn_reads_only_what_is_new(chat, decoder, monkeypatch):
 
 
 @pytest.mark.parametrize(("place", "presses"), [("after a block", 1), ("in a rewind", 2)])
-def test_ctrl_c_ends_an_answer_and_the_next_turn_is_right(chat, decoder, monkeypatch, place, presses):
+def test_ctrl_c_ends_an_answer_and_the_next_turn_is_right(chat, decoder, answers, monkeypatch, place, presses):
     """The first waits for the end of the block; the second does not, and leaves caches of different lengths."""
     pieces: list[str] = []
     kept: list[str] = []
@@ -130,14 +138,14 @@ def test_ctrl_c_ends_an_answer_and_the_next_turn_is_right(chat, decoder, monkeyp
         before = signal.getsignal(signal.SIGINT)
         result = chat(TURNS, "--policy", "full" if place == "in a rewind" else 3)
         assert signal.getsignal(signal.SIGINT) is before
-    assert len(kept[0]) < len(expected(decoder, TURNS[:1])[0])
+    assert len(kept[0]) < len(answers[0])
     assert result.stdout == "".join(f"{answer}\n" for answer in expected(decoder, TURNS, cut={0: kept[0]}))
 
 
-def test_what_cannot_be_answered_is_one_line_and_the_chat_goes_on(chat, decoder):
+def test_what_cannot_be_answered_is_one_line_and_the_chat_goes_on(chat, answers):
     shown = chat([TURNS[0], "/stat", "/etc/hosts", TURNS[1], "word " * 9000])
     assert shown.exit_code == 0
-    assert shown.stdout == "".join(f"{answer}\n" for answer in expected(decoder, TURNS[:2]))
+    assert shown.stdout == "".join(f"{answer}\n" for answer in answers[:2])
     messages = ("did you mean '/stats'", "needs a space before it", "leaves no room")
     assert all(said in line for said, line in zip(messages, shown.stderr.splitlines(), strict=True))
 

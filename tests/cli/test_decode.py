@@ -90,11 +90,9 @@ def test_a_character_that_the_output_lacks_is_shown_by_its_code(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--max-tokens", "-1"], "max_tokens must be a whole number of at least 0, got -1"),
         (["--max-tokens", "600"], "600 exceeds the limit of 512"),
         (["--temp", "1", "--top-k", "1000000"], "top_k must be less than the target's vocabulary"),
         (["--logit-bias", '{"9999": 1}'], "logit_bias names token 9999"),
-        (["--tree", "4", "--verify", "speculative_sampling", "--temp", "1"], "leave out tree or verify"),
     ],
 )
 def test_bad_requests_are_one_line_and_exit_1(pair, args, message):

@@ -1,22 +1,14 @@
 """A disk that takes no more ends each command that writes in one line, and leaves no half of a file."""
 
-import json
 import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
-import yaml
 from support.cli import invoke
-from support.gguf import gguf_metadata, gguf_tensors, write_gguf
-from support.models import TEXT_VOCAB, llama_model, random_drafter
-from support.runs import recipe, recipe_values, write_dataset, write_recipe, write_target
-
-import dflash
-from dflash.training.train import train
+from support.runs import write_dataset
 
 
 @contextmanager
@@ -28,33 +20,6 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """What the commands read: a target, a drafter, a GGUF file, prompts, a dataset, a run, a trace, a study."""
-    folder = tmp_path_factory.mktemp("full")
-    write_target(folder / "target")
-    dflash.save_drafter(random_drafter(3, TEXT_VOCAB), folder / "drafter")
-    model = llama_model(2, TEXT_VOCAB)
-    write_gguf(folder / "model.gguf", gguf_tensors(model), gguf_metadata(model))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Say {n}"}) + "\n" for n in range(4)))
-    write_dataset(folder / "data", folder / "target")
-    write_recipe(folder)
-    train(recipe(folder, "finished", "run.steps=2"))
-    pair = ("--target", folder / "target", "--drafter", folder / "drafter")
-    assert invoke("generate", "Hi", *pair, "--max-tokens", 9, "--trace", folder / "trace.jsonl").exit_code == 0
-    values = recipe_values(folder)
-    del values["run"]["folder"]
-    study = {"target": values["target"], "prompts": {"all": {"file": str(folder / "prompts.jsonl"), "limit": 2}}}
-    study |= {
-        "folder": "replaced",
-        "recipe": values,
-        "decode": {"max_tokens": 4},
-        "vary": {"decode.block_size": [4, 2]},
-    }
-    (folder / "study.yaml").write_text(yaml.safe_dump(study))
-    return folder
 
 
 COMMANDS = {

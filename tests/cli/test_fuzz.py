@@ -17,15 +17,12 @@ from typing import Any, get_args
 import mlx.core as mx
 import pytest
 from support.cli import COMMAND, invoke
-from support.models import TEXT_VOCAB, qwen3_model, random_drafter, save_target
-from support.runs import recipe, recipe_values, write_dataset, write_recipe
 
 import dflash
 from dflash import DecodeOptions, DFlashSpeculativeDecoder
 from dflash.core.errors import DFlashError
 from dflash.evaluation import trace_plots as _imported_whole  # noqa: F401  # Ctrl-C within an import would leave half
 from dflash.models import ModelOptions
-from dflash.training.train import train
 
 SECONDS = 20.0
 """After these a command gets Ctrl-C, which is a right end of one that was asked for much."""
@@ -61,60 +58,9 @@ COMMANDS = {
     "adapters check": "{place}/target --rounds 1",
 }
 NUMBERS = ["0", "1", "2", "3", "-1", "64", "0.5", "1e308", "nan", "inf", "99999999999999999999", "x", ""]
-TEXTS = [
-    "",
-    " ",
-    "hi",
-    "a=b",
-    "{}",
-    '{"a": 1}',
-    '{"7": -100}',
-    "[",
-    "naïve 😀",
-    "caf\udce9",
-    "{prompt}",
-    "{x}",
-    "-",
-    "all",
-]
-NAMES = [
-    "bundled",
-    "ngram",
-    "ngram+ngram",
-    "mtp",
-    "adaptive",
-    "full",
-    "first_mismatch",
-    "speculative_sampling",
-    "x:y=1",
-]
+TEXTS = ["", " ", "hi", "a=b", "{}", '{"a": 1}', '{"7": -100}', "[", "naïve 😀", "caf\udce9", "{x}", "-", "all"]
+NAMES = "bundled ngram ngram+ngram mtp adaptive full first_mismatch speculative_sampling x:y=1".split()
 FILES = ["target", "drafter", "prompts.jsonl", "data", "finished", "recipe.yaml", "study.yaml", "trace.jsonl", "none"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """What commands read: a pair of models, prompts, a dataset, a finished run, a trace, a recipe, a study."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    save_target(qwen3_model(1, vocab=TEXT_VOCAB), folder / "target")
-    dflash.save_drafter(random_drafter(3, TEXT_VOCAB), folder / "drafter")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Say {n}"}) + "\n" for n in range(4)))
-    write_dataset(folder / "data", folder / "target")
-    handlers = logging.root.handlers[:]
-    invoke("prepare", folder / "prompts.jsonl", folder / "made", "--target", folder / "target", "--max-tokens", 8)
-    logging.root.handlers[:] = handlers  # that of a command holds its closed stderr
-    write_recipe(folder)
-    train(recipe(folder, "finished", "run.steps=2"))
-    DFlashSpeculativeDecoder.from_pretrained(folder / "target", folder / "drafter").generate(
-        "Hi", max_tokens=9, trace=folder / "trace.jsonl"
-    )
-    values = recipe_values(folder)
-    study = {"folder": str(folder / "study"), "target": values["target"], "vary": {"decode.block_size": [4, 2]}}
-    study |= {
-        "prompts": {"all": {"file": str(folder / "prompts.jsonl")}},
-        "decode": {"drafter": str(folder / "drafter")},
-    }
-    (folder / "study.yaml").write_text(json.dumps(study))
-    return folder
 
 
 # --- command lines ------------------------------------------------------------------------------------------
@@ -132,11 +78,8 @@ def value_of(parameter: Any, place: Path, out: Path, dice: random.Random) -> str
     """One of a kind that the option takes, or one of another kind."""
     kind, told = parameter.type_descriptor.annotation, str(parameter.metavar or "")
     choices = [str(choice) for choice in get_args(kind)]
-    paths = [str(place / name) for name in FILES] + [
-        str(out / "new.jsonl"),
-        str(out / "deep" / "x.safetensors"),
-        str(out),
-    ]
+    paths = [str(place / name) for name in FILES]
+    paths += [str(out / "new.jsonl"), str(out / "deep" / "x.safetensors"), str(out)]
     pools = [NUMBERS if kind in (int, float) else TEXTS, choices or NAMES]
     if kind is Path or any(word in told for word in ("PATH", "FILE", "FOLDER", "HUB", ".")):
         pools += [paths] * 3
@@ -175,7 +118,10 @@ def ctrl_c_after(seconds: float) -> Iterator[None]:
 
 
 def check_command_line(number: int, place: Path, out: Path) -> None:
-    place = Path(shutil.copytree(place, out / "in"))  # that may be written to
+    own = Path(shutil.copytree(place, out / "in"))  # that may be written to
+    for file in (own / "recipe.yaml", own / "study.yaml"):
+        file.write_text(file.read_text().replace(str(place), str(own)))
+    place = own
     line = command_line(number, place, out)
     with ctrl_c_after(SECONDS):
         result = invoke(*line, stdin="Hi\n")

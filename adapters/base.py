@@ -250,13 +250,11 @@ class LayerTap(StandIn):
 
 def _list_of_layers(owner: nn.Module, layers: Sequence[nn.Module]) -> tuple[str, list[nn.Module]]:
     """The attribute of ``owner`` (``layers``, ``h``) that holds the decoder layers."""
-    lists = {name: value for name, value in owner.items() if isinstance(value, list)}
-    members = {name: {id(item) for item in value} for name, value in lists.items()}
-    absent = {name: [i for i, layer in enumerate(layers) if id(layer) not in members[name]] for name in lists}
-    name = min(absent, key=lambda name: len(absent[name]), default=None)
-    if name is None or absent[name]:
-        raise IncompatibleModelsError(
-            f"No list of {type(owner).__name__} holds layer {absent[name][0] if name else 0} of the adapter; layers "
-            "must be modules of one list, and layers_owner the module that has this list."
-        )
-    return name, lists[name]
+    wanted = {id(layer) for layer in layers}
+    for name, value in owner.items():
+        if isinstance(value, list) and wanted <= {id(item) for item in value}:
+            return name, value
+    raise IncompatibleModelsError(
+        f"No list of {type(owner).__name__} holds all layers of the adapter; layers must be modules of one list, and "
+        "layers_owner the module that has this list."
+    )

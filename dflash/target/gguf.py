@@ -52,11 +52,7 @@ class GGUF:
         that the package ``gguf`` cannot decode.
         """
         arrays: dict[str, mx.array] = {}
-
-        def plain_first(item: tuple[str, Any]) -> bool:  # as in earlier versions: MLX's order in files depends on it
-            return dtype is not None and item[1].tensor_type.name in _LAYOUTS
-
-        for name, tensor in sorted(self.stored.items(), key=plain_first):
+        for name, tensor in self.stored.items():
             kind = tensor.tensor_type.name
             try:
                 if dtype is None and kind in _LAYOUTS:

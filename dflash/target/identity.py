@@ -46,33 +46,31 @@ def norm_fingerprint(target: "LoadedTargetModel") -> str | None:
     """
     norms = {
         name: weight.astype(mx.bfloat16).astype(mx.float32)
-        for name, weight in sorted(flat(target.model.parameters()).items())
+        for name, weight in flat(target.model.parameters()).items()
         if name.endswith("norm.weight") and weight.ndim == 1
     }
-    if not norms:
-        return None
-    mx.eval(norms)
-    total = hashlib.sha256(json.dumps([target.vocab_size, target.num_layers]).encode())
-    for name, norm in norms.items():
-        total.update(f"{name} {norm.shape}".encode())
-        total.update(memoryview(norm).tobytes())  # type: ignore[arg-type]  # arrays are buffers
-    return total.hexdigest()
+    return _hashed(json.dumps([target.vocab_size, target.num_layers]), norms, norms) if norms else None
 
 
 def model_fingerprint(model: nn.Module) -> str:
     """As :func:`target_fingerprint`, for any model."""
-    total = hashlib.sha256()
-    args = getattr(model, "args", None)
-    total.update(json.dumps([getattr(model, "model_type", ""), _own_fields(args)], sort_keys=True).encode())
+    fields = _own_fields(getattr(model, "args", None))
+    described = json.dumps([getattr(model, "model_type", ""), fields], sort_keys=True)
     if scales := {name: layer.scale for name, layer in model.named_modules() if "lora_a" in layer}:
-        total.update(json.dumps(scales, sort_keys=True).encode())  # how much adapters count is among no weights
-    weights = dict(sorted(flat(model.parameters()).items()))
-    values = [w.reshape(-1)[:: max(1, w.size // _VALUES)] for w in weights.values()]
-    values = [v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v for v in values]
+        described += json.dumps(scales, sort_keys=True)  # how much adapters count is among no weights
+    weights = flat(model.parameters())
+    values = {name: w.reshape(-1)[:: max(1, w.size // _VALUES)] for name, w in weights.items()}
+    numbers = {n: v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v for n, v in values.items()}
+    return _hashed(described, weights, numbers)
+
+
+def _hashed(described: str, weights: dict[str, mx.array], values: dict[str, mx.array]) -> str:
+    """SHA-256 over a text, and over the name, the shape and the ``values`` of each weight."""
+    total = hashlib.sha256(described.encode())
     mx.eval(values)
-    for (name, weight), value in zip(weights.items(), values, strict=True):
-        total.update(f"{name} {weight.shape}".encode())
-        total.update(memoryview(value).tobytes())  # type: ignore[arg-type]  # arrays are buffers
+    for name in sorted(weights):
+        total.update(f"{name} {weights[name].shape}".encode())
+        total.update(memoryview(values[name]).tobytes())  # type: ignore[arg-type]  # arrays are buffers
     return total.hexdigest()
 
 

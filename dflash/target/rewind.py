@@ -9,7 +9,7 @@ rejected tokens.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from ..core.errors import GenerationError, IncompatibleModelsError
+from ..core.files import flat
 from .caches import KeptWindowCache, Quantization, members
 from .replay import Recorder
 from .tree import TreePass
@@ -93,22 +94,17 @@ KNOWN = (ArraysCache, *RULES)
 # --- caches that can keep any tokens of the last pass ----------------------------------------------
 
 
-def _move(cache: KVCache, begun: int, rows: mx.array) -> None:
-    """Move the entries of ``rows`` to the front of the pass that began at ``begun``."""
+def _move(cache: Any, begun: int, rows: mx.array) -> None:
+    """Move the entries of ``rows`` to the front of the pass that began at ``begun``.
+
+    A cache may be quantised: each token is by itself, so its numbers and their scales move together.
+    """
     end = begun + rows.size
-    for array in (cache.keys, cache.values):
-        assert array is not None
+    for array in flat([cache.keys, cache.values]).values():
         array[..., begun:end, :] = array[..., begun + rows, :]
 
 
-def _move_quantized(cache: QuantizedKVCache, begun: int, rows: mx.array) -> None:
-    """Each token is quantised by itself, so its numbers and their scales move together."""
-    end = begun + rows.size
-    for part in (*cast(Any, cache.keys), *cast(Any, cache.values)):
-        part[..., begun:end, :] = part[..., begun + rows, :]
-
-
-MOVES: dict[type, Callable[[Any, int, mx.array], None]] = {KVCache: _move, QuantizedKVCache: _move_quantized}
+MOVES: dict[type, Callable[[Any, int, mx.array], None]] = {KVCache: _move, QuantizedKVCache: _move}
 """Move chosen tokens of the last pass to its front, by the cache's class."""
 
 # --- a target's caches ---------------------------------------------------------------------------------

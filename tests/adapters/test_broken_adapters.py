@@ -134,7 +134,7 @@ BROKEN: dict[str, tuple[dict, str]] = {  # what differs from the right adapter, 
     ),
     "the norm as a layer": (
         {"layers": property(lambda self: [*self.backbone.blocks, self.backbone.last_norm])},
-        "the layers' outputs: No list of Trunk holds layer 4 of the adapter",
+        "the layers' outputs: No list of Trunk holds all layers of the adapter",
     ),
     "no scale": ({"embedding_scale": 1.0}, r"embedding_scale is 1, but the model multiplies embed\(\) by 3"),
     "scaled twice": ({"embedding_scale": GAIN**2}, r"embedding_scale is 9, but the model multiplies embed\(\) by 3"),

@@ -1,12 +1,11 @@
 """Carries out a study: trains the missing drafters, then has the cells decode each prompt alternately.
 
-Cells whose speed does not matter are scored on the target's texts where these say the same as decoding. Either way, all
-drafters are held in memory. Every result is written at once, so that a study which was stopped continues
-there, a training at its last checkpoint.
+Cells whose speed does not matter are scored on the target's texts where these say the same as decoding. Decoding holds
+all drafters in memory. Every result is written at once, so that a study which was stopped continues there, a training
+at its last checkpoint.
 """
 
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,63 +100,17 @@ def _trained(run: Path) -> dict[str, Any]:
 
 
 def _answer_missing(plan: Plan) -> None:
-    """Make the answers that are left, first those that need no decoding where speed is not asked for."""
-    turns = plan.turns()
-    if not turns:
+    """Answer each prompt with the sides that have not answered it, alternately where speed is a question."""
+    if not plan.turns():
         return
     threads = threads_for(plan.target, _TIMED_BLOCK)
     session = _begin_session(plan, threads)
-    decoders = _make_decoders(plan, dict.fromkeys(key for _, keys in turns for key in keys))
     if not plan.study.plain:
-        _score_missing(plan, decoders, session)
-    _decode_missing(plan, decoders, session, threads)
-
-
-def _make_decoders(plan: Plan, keys: Iterable[str]) -> dict[str, DFlashSpeculativeDecoder]:
-    """A decoder for each key but those of plain decoding. Cells that differ only in their options share a drafter."""
-    drafters: dict[ModelOptions, Drafter] = {}
-    decoders = {}
-    for key in keys:
-        planned = plan.sides[key]
-        if key == planned.plain:
-            continue
-        who = planned.cell.drafter
-        chosen = ModelOptions(**who | {"block_size": None})
-        if planned.training is not None:
-            chosen = replace(chosen, drafter=plan.run_folder(planned.training) / DRAFTER)
-        if chosen not in drafters:
-            drafters[chosen] = chosen.load_drafter(None)
-        decoders[key] = DFlashSpeculativeDecoder(plan.target, drafters[chosen], block_size=who.get("block_size"))
-    return decoders
-
-
-def _score_missing(plan: Plan, decoders: dict[str, DFlashSpeculativeDecoder], session: str) -> None:
-    """Answer by the target's texts, untimed, for the cells that these decide, and whose drafters learn nothing."""
-    kept = Texts(plan.target)
-    features = Features(kept)
-    for key, decoder in decoders.items():
-        options, answers = plan.sides[key].cell.options, plan.answers(key)
-        asked, most = decode_options(options), options["max_tokens"]
-        learns = isinstance(for_batches(decoder.draft_model), TextByText)  # it may, from text to text
-        if learns or not asked.on_texts or asked.stop_token_ids is not None:
-            continue
-        room = decoder.max_seq_length - most
-        left = [prompt for prompt in plan.prompts if prompt.key not in answers and len(prompt.tokens) <= room]
-        texts = kept.all([prompt.tokens for prompt in left], most)
-        found = progress(replay([decoder], texts, features=features), "score", len(left))
-        for prompt, text, (blocks,) in zip(left, texts, found, strict=True):
-            answers.keep(prompt.key, Answer.on_text(text, blocks, session))
-
-
-def _decode_missing(
-    plan: Plan, decoders: dict[str, DFlashSpeculativeDecoder], session: str, threads: DecodeThreads
-) -> None:
-    """Answer each prompt with the sides that have not answered it, alternately."""
-    turns = plan.turns()
-    if not turns:
+        _score_missing(plan, session)
+    if not (turns := plan.turns()):
         return
     logger.info("Decoding %d prompts by %d cells%s", len(turns), len(plan.cells), ", and plainly" * plan.study.plain)
-    sides = {key: _side(plan, key, decoders) for key in dict.fromkeys(key for _, keys in turns for key in keys)}
+    sides = _make_sides(plan, list(dict.fromkeys(key for _, keys in turns for key in keys)))
     answers = {key: plan.answers(key) for key in sides}
     for key, side in sides.items():
         _time(side, turns[0][0].tokens, plan.sides[key])  # uncounted: it compiles, and makes arrays
@@ -167,16 +120,53 @@ def _decode_missing(
                 answers[key].keep(prompt.key, Answer.of(_time(sides[key], prompt.tokens, plan.sides[key]), session))
 
 
-def _side(plan: Plan, key: str, decoders: dict[str, DFlashSpeculativeDecoder]) -> Side:
-    """What answers for a key."""
-    cell = plan.sides[key].cell
-    options = dict(cell.options)
-    most, temperature = options.pop("max_tokens"), options.pop("temp", 0.0)
-    if key in decoders:
-        return dflash_side(decoders[key], most, temperature, decoders[key].max_seq_length, **options)
-    asked = decode_options(plain_options(cell))
-    ways = asked.build_sampler(plan.target.tokenizer), asked.build_processors() or None
-    return plain_side(plan.target, most, plan.target.max_length, *ways)
+def _score_missing(plan: Plan, session: str) -> None:
+    """Answer by the target's texts, untimed, for the cells that these decide, and whose drafters learn nothing."""
+    kept = Texts(plan.target)
+    features = Features(kept)
+    for key, planned in plan.sides.items():
+        asked, answers = decode_options(planned.cell.options), plan.answers(key)
+        left = [prompt for prompt in plan.prompts if prompt.key not in answers]
+        if not left or not asked.on_texts or asked.stop_token_ids is not None:
+            continue
+        decoder = _decoder(plan, planned, {})
+        if isinstance(for_batches(decoder.draft_model), TextByText):  # it may learn from text to text
+            continue
+        most = planned.cell.options["max_tokens"]
+        left = [prompt for prompt in left if len(prompt.tokens) + most <= decoder.max_seq_length]
+        texts = kept.all([prompt.tokens for prompt in left], most)
+        found = progress(replay([decoder], texts, features=features), "score", len(left))
+        for prompt, text, (blocks,) in zip(left, texts, found, strict=True):
+            answers.keep(prompt.key, Answer.on_text(text, blocks, session))
+
+
+def _make_sides(plan: Plan, keys: list[str]) -> dict[str, Side]:
+    """What answers for each key. Cells that differ only in their options share a drafter."""
+    drafters: dict[ModelOptions, Drafter] = {}
+    sides = {}
+    for key in keys:
+        planned = plan.sides[key]
+        options = dict(planned.cell.options)
+        most, temperature = options.pop("max_tokens"), options.pop("temp", 0.0)
+        if key == planned.plain:
+            asked = decode_options(plain_options(planned.cell))
+            ways = asked.build_sampler(plan.target.tokenizer), asked.build_processors() or None
+            sides[key] = plain_side(plan.target, most, plan.target.max_length, *ways)
+        else:
+            decoder = _decoder(plan, planned, drafters)
+            sides[key] = dflash_side(decoder, most, temperature, decoder.max_seq_length, **options)
+    return sides
+
+
+def _decoder(plan: Plan, planned: PlannedCell, drafters: dict[ModelOptions, Drafter]) -> DFlashSpeculativeDecoder:
+    """With a drafter of those that are loaded, or a new one, which is added to them."""
+    who = planned.cell.drafter
+    chosen = ModelOptions(**who | {"block_size": None})
+    if planned.training is not None:
+        chosen = replace(chosen, drafter=plan.run_folder(planned.training) / DRAFTER)
+    if chosen not in drafters:
+        drafters[chosen] = chosen.load_drafter(None)
+    return DFlashSpeculativeDecoder(plan.target, drafters[chosen], block_size=who.get("block_size"))
 
 
 def _time(side: Side, tokens: list[int], planned: PlannedCell) -> Run:

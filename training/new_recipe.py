@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import yaml
 
-from dflash import DFlashConfig, DFlashDraftModel, LoadedTargetModel, load_target
+from dflash import DFlashDraftModel, LoadedTargetModel, load_target
 from dflash.core.backend import machine_memory
 from dflash.core.errors import TrainingError
 from dflash.core.files import flat
@@ -90,8 +90,7 @@ def propose_recipe(
         checked = replace(checked, drafter=replace(checked.drafter, window=checked.data.max_length))
         reasons["drafter.window"] = "data.max_length: training shows no longer context, and drafts in one are worse"
     model = new_drafter(checked.drafter, loaded, sequences)
-    sizes = Sizes.of(loaded, model)
-    checked = _fitting(checked, sizes, reasons, overrides)
+    checked = _fitting(checked, loaded, model, reasons, overrides)
     batch_seconds = _trial(checked, loaded, model)
     if quick and "run.steps" not in given:
         steps = max(_FEW_STEPS, int(QUICK_SECONDS / batch_seconds / checked.run.batches_per_step))
@@ -101,7 +100,7 @@ def propose_recipe(
         checked = with_overrides(_paced(checked, sequences, reasons), overrides, _PROPOSED)
     for name in given:
         reasons.pop(name, None)
-    estimates = [_memory_line(training_memory(checked, sizes)), _time_line(checked, batch_seconds, sequences)]
+    estimates = [_memory_line(training_memory(checked, loaded, model)), _time_line(checked, batch_seconds, sequences)]
     return Proposal(checked, reasons, estimates)
 
 
@@ -148,9 +147,14 @@ def _data_settings(
     return DataSettings(folder, max_length=limit, batch_tokens=limit)
 
 
-def _fitting(recipe: Recipe, sizes: "Sizes", reasons: dict[str, str], overrides: Sequence[str]) -> Recipe:
+def _fitting(
+    recipe: Recipe,
+    target: LoadedTargetModel,
+    drafter: DFlashDraftModel,
+    reasons: dict[str, str],
+    overrides: Sequence[str],
+) -> Recipe:
     """``recipe`` with the most blocks per batch that fit in this machine's memory, and 8192 blocks per step."""
-    room = _PART * machine_memory()
     reasons["run.grad_checkpoint"] = reasons["data.max_blocks_per_batch"] = "for this machine's memory"
     for blocks in (1024, 512, 256, 128, 64, 32):
         for checkpointed in (False, True):
@@ -160,11 +164,12 @@ def _fitting(recipe: Recipe, sizes: "Sizes", reasons: dict[str, str], overrides:
                 run=replace(recipe.run, batches_per_step=8 * 1024 // blocks, grad_checkpoint=checkpointed),
             )
             tried = with_overrides(tried, overrides, _PROPOSED)
-            if training_memory(tried, sizes).peak <= room:
+            peak = training_memory(tried, target, drafter).peak
+            if peak <= _PART * machine_memory():
                 reasons["run.batches_per_step"] = "so that a step has 8192 blocks, as with larger batches"
                 return tried
     raise TrainingError(
-        f"Training for this target needs {training_memory(tried, sizes).peak / 1e9:.0f} GB even with small batches; "
+        f"Training for this target needs {peak / 1e9:.0f} GB even with small batches; "
         f"this machine has {machine_memory() / 1e9:.0f} GB. Use a quantised target or a larger machine."
     )
 
@@ -193,43 +198,27 @@ def _paced(recipe: Recipe, sequences: Sequences, reasons: dict[str, str]) -> Rec
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What the memory of training follows from besides the recipe. ``value_bytes`` is of the drafter's dtype."""
-
-    config: DFlashConfig
-    parameters: int
-    value_bytes: int
-    target_bytes: int
-
-    @classmethod
-    def of(cls, target: LoadedTargetModel, drafter: DFlashDraftModel) -> "Sizes":
-        target_bytes = sum(weight.nbytes for weight in flat(target.model.parameters()).values())
-        parameters = sum(weight.size for weight in flat(drafter.parameters()).values())
-        return cls(drafter.config, parameters, drafter_dtype(target).size, target_bytes)
-
-
-@dataclass(frozen=True)
 class Memory:
     """Bytes of one training run, part by part."""
 
     target: int
     drafter: int
-    sum: int
     batch: int
     update: int
 
     @property
     def peak(self) -> int:
         """The most that exists at once: a batch and the update follow each other."""
-        return self.target + self.drafter + self.sum + max(self.batch, self.update)
+        return self.target + self.drafter + max(self.batch, self.update)
 
 
-def training_memory(recipe: Recipe, sizes: Sizes) -> Memory:
+def training_memory(recipe: Recipe, target: LoadedTargetModel, drafter: DFlashDraftModel) -> Memory:
     """The memory that ``recipe`` takes, by the arithmetic of the comments in ``configs/``.
 
     Weights, gradients and moments are float32.
     """
-    config, parameters, value_bytes = sizes.config, sizes.parameters, sizes.value_bytes
+    config, value_bytes = drafter.config, drafter_dtype(target).size
+    parameters = sum(weight.size for weight in flat(drafter.parameters()).values())
     heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     widths = 8 * config.hidden_size + 3 * heads + 4 * kv_heads + 4 * config.intermediate_size
     positions = recipe.data.max_blocks_per_batch * config.block_size
@@ -239,16 +228,15 @@ def training_memory(recipe: Recipe, sizes: Sizes) -> Memory:
     logits = 3 * recipe.objective.chunk * (config.draft_vocab_size or config.vocab_size) * 4
     features = recipe.data.batch_tokens * len(config.target_layer_ids) * config.hidden_size * value_bytes
     return Memory(
-        target=sizes.target_bytes,
-        drafter=16 * parameters,
-        sum=4 * parameters if recipe.run.batches_per_step > 1 else 0,
+        target=sum(weight.nbytes for weight in flat(target.model.parameters()).values()),
+        drafter=(20 if recipe.run.batches_per_step > 1 else 16) * parameters,  # a step of several batches has a sum
         batch=layers + logits + features + (value_bytes * parameters if value_bytes < 4 else 0),
         update=12 * parameters,
     )
 
 
 def _memory_line(memory: Memory) -> str:
-    gigabytes = [part / 1e9 for part in (memory.peak, memory.target, memory.drafter + memory.sum, memory.batch)]
+    gigabytes = [part / 1e9 for part in (memory.peak, memory.target, memory.drafter, memory.batch)]
     return (
         "Memory, by arithmetic: about {:.1f} GB at the peak (target {:.1f}, drafter with gradients and moments {:.1f}, "
         "a batch {:.1f}); this machine has {:.1f} GB.".format(*gigabytes, machine_memory() / 1e9)

@@ -11,7 +11,7 @@ from dflash.adapters.qwen import QwenAdapter
 from dflash.core.errors import TrainingError
 from dflash.core.settings import from_yaml, to_dict
 from dflash.training import new_recipe
-from dflash.training.new_recipe import Sizes, as_yaml, propose_recipe, training_memory
+from dflash.training.new_recipe import as_yaml, propose_recipe, training_memory
 from dflash.training.recipe import Recipe
 from dflash.training.train import train
 
@@ -124,13 +124,14 @@ def test_a_machine_that_is_too_small_is_said_so(folder, monkeypatch):
 
 
 def test_memory_holds_the_logits_of_the_tokens_that_the_drafter_knows(proposal):
-    whole = random_drafter(3, 200).config
-    part = replace(whole, draft_vocab_size=50)
+    target, drafter = load_target(proposal.recipe.target), random_drafter(3, 200)
 
     def saved(chunk: int) -> int:
         recipe = replace(proposal.recipe, objective=replace(proposal.recipe.objective, chunk=chunk))
-        of_whole, of_part = (training_memory(recipe, Sizes(config, 0, 4, 0)).batch for config in (whole, part))
-        return of_whole - of_part
+        drafter.config = whole = replace(drafter.config, draft_vocab_size=None)
+        of_whole = training_memory(recipe, target, drafter).batch
+        drafter.config = replace(whole, draft_vocab_size=50)
+        return of_whole - training_memory(recipe, target, drafter).batch
 
     assert saved(16) == 3 * 16 * (200 - 50) * 4
     assert saved(32) == 2 * saved(16)

@@ -1,5 +1,5 @@
 """Stage 4: from a drafter to its loss.
 
-In order: ``init`` (new weights), ``forward`` (all blocks of a batch), ``attention`` (of blocks to their context),
-``targets`` (of each position), ``objectives`` (losses of predictions), ``loss`` (of a batch).
+In order: ``vocabulary`` (the tokens that it knows), ``init`` (new weights), ``targets`` (of each position),
+``objectives`` (losses of predictions), ``loss`` (of a batch).
 """

@@ -69,64 +69,57 @@ def fit(
     interrupt = Interrupt()
     optimizer = optimizer or Optimizer(model.trainable_parameters(), settings.optimizer, settings.steps)
     run = Run(model, settings, folder, evaluate, score, ranks, on_log, optimizer, interrupt)
-    with MeanGradient(model, loss, min(settings.threads, settings.batches_per_step)) as mean_gradient:
-        step = _Step(run, mean_gradient, batch, name_batch)
-        with interrupt:
-            run.make_up_for_an_evaluation()
-            left, hidden = range(run.begun, settings.steps), not (ranks.is_main and draws_bars())
-            bar = tqdm(left, folder.name, settings.steps, initial=run.begun, disable=hidden)
-            for number in bar:
-                begin = time.perf_counter()
-                done, stop = step(number)
-                if done == run.begun + 2:  # the first one also compiles
-                    run.forecast(done, time.perf_counter() - begin)
-                bar.set_postfix_str(f"loss {run.recent[-1]:.3f}", refresh=False)
-                if stop is not None or run.saves(done):
-                    run.save(done)
-                if stop is not None:
-                    why = f" by a callback ({stop})" if isinstance(stop, StopTraining) else ""
-                    logger.info("Stopped at step %d of %d%s; the same command continues.", done, settings.steps, why)
-                    raise stop
-                if run.evaluates(done):
-                    run.evaluate(done)
+    with MeanGradient(model, loss, min(settings.threads, settings.batches_per_step)) as mean_gradient, interrupt:
+        run.make_up_for_an_evaluation()
+        left, hidden = range(run.begun, settings.steps), not (ranks.is_main and draws_bars())
+        bar = tqdm(left, folder.name, settings.steps, initial=run.begun, disable=hidden)
+        for number in bar:
+            begin = time.perf_counter()
+            done, stop = _step(run, mean_gradient, batch, name_batch, number)
+            if done == run.begun + 2:  # the first one also compiles
+                run.forecast(done, time.perf_counter() - begin)
+            bar.set_postfix_str(f"loss {run.recent[-1]:.3f}", refresh=False)
+            if stop is not None or run.saves(done):
+                run.save(done)
+            if stop is not None:
+                why = f" by a callback ({stop})" if isinstance(stop, StopTraining) else ""
+                logger.info("Stopped at step %d of %d%s; the same command continues.", done, settings.steps, why)
+                raise stop
+            if run.evaluates(done):
+                run.evaluate(done)
 
 
-class _Step:
-    """One step: the mean gradient over all ranks, its checks, and the update."""
+def _step(
+    run: Run, mean_gradient: MeanGradient, batch: Batches, name_batch: Callable[[int], str], step: int
+) -> tuple[int, KeyboardInterrupt | StopTraining | None]:
+    """Make step number ``step``: the mean gradient over all ranks, its checks, and the update.
 
-    def __init__(self, run: Run, mean_gradient: MeanGradient, batch: Batches, name_batch: Callable[[int], str]):
-        self.run, self.mean_gradient, self.batch, self.name_batch = run, mean_gradient, batch, name_batch
-
-    def __call__(self, step: int) -> tuple[int, KeyboardInterrupt | StopTraining | None]:
-        """Make step number ``step``; returns the steps done, and what is to end the run on all ranks, if anything."""
-        run, numbers = self.run, self.run.numbers(step)
-        parameters = run.model.trainable_parameters()
-        batches = (run.clock.counted(self.batch(n)) for n in run.ranks.shard(numbers))
-        own, gradients = self.mean_gradient(parameters, batches)
-        try:
-            asked = run.interrupt.asked
-            told = run.ranks.all_gather(
-                [*own, 0.0 if asked is None else 2.0 if isinstance(asked, StopTraining) else 1.0]
-            )
-            gradients = run.ranks.all_reduce_mean(gradients)
-        except PeerLostError:
-            logger.info("Ending after step %d of %d.", step, run.settings.steps)
-            run.save(step)
-            raise
-        values, stop = told[: len(numbers)], max(told[len(numbers) :])
-        names = [self.name_batch(n) for n in numbers]
-        check_losses(values, run.recent, run.settings.max_loss_spike, names, step)
-        updated, norm = run.optimizer.update(parameters, gradients)
-        mx.eval(norm, updated, run.optimizer.inner.state)
-        if not math.isfinite(norm):
-            where = f"at step {step + 1}, in {', '.join(names)}"
-            raise TrainingError(f"The norm of the gradient is {float(norm)} {where}. {ADVICE}")
-        run.model.update(updated)
-        run.recent.append(float(np.float32(sum(values) / len(values))))  # so that every rank has the same
-        run.report(step + 1, float(norm))
-        if stop and asked is None:  # another rank was asked
-            asked = StopTraining() if stop == 2 else KeyboardInterrupt()
-        return step + 1, asked
+    Returns the steps done, and what is to end the run on all ranks, if anything.
+    """
+    numbers, parameters = run.numbers(step), run.model.trainable_parameters()
+    own, gradients = mean_gradient(parameters, (run.clock.counted(batch(n)) for n in run.ranks.shard(numbers)))
+    try:
+        asked = run.interrupt.asked
+        told = run.ranks.all_gather([*own, 0.0 if asked is None else 2.0 if isinstance(asked, StopTraining) else 1.0])
+        gradients = run.ranks.all_reduce_mean(gradients)
+    except PeerLostError:
+        logger.info("Ending after step %d of %d.", step, run.settings.steps)
+        run.save(step)
+        raise
+    values, stop = told[: len(numbers)], max(told[len(numbers) :])
+    names = [name_batch(n) for n in numbers]
+    check_losses(values, run.recent, run.settings.max_loss_spike, names, step)
+    updated, norm = run.optimizer.update(parameters, gradients)
+    mx.eval(norm, updated, run.optimizer.inner.state)
+    if not math.isfinite(norm):
+        where = f"at step {step + 1}, in {', '.join(names)}"
+        raise TrainingError(f"The norm of the gradient is {float(norm)} {where}. {ADVICE}")
+    run.model.update(updated)
+    run.recent.append(float(np.float32(sum(values) / len(values))))  # so that every rank has the same
+    run.report(step + 1, float(norm))
+    if stop and asked is None:  # another rank was asked
+        asked = StopTraining() if stop == 2 else KeyboardInterrupt()
+    return step + 1, asked
 
 
 def check_losses(

@@ -1,4 +1,4 @@
-"""The state of a run around its steps: checkpoints, evaluations, the log, the time left."""
+"""The state of a run around its steps: checkpoints, evaluations, the log."""
 
 import logging
 import math

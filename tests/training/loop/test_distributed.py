@@ -18,11 +18,9 @@ from support.runs import read_log, recipe
 
 import dflash
 from dflash.core.errors import StopTraining, TrainingError
-from dflash.core.settings import load_settings
 from dflash.training.loop.distributed import LOST, Ranks, time_limit
 from dflash.training.loop.fit import FitSettings, fit
 from dflash.training.loop.run_folder import read_progress
-from dflash.training.recipe import Recipe
 from dflash.training.train import train
 
 LIMIT = 60  # seconds that a survivor may take to end; tests wait no longer for anything
@@ -196,7 +194,7 @@ def test_a_step_that_cannot_be_shared_evenly_is_refused_on_every_rank(folder, mo
     ranks = Ranks()
     ranks.rank, ranks.size = rank, 2
     monkeypatch.setattr(Ranks, "of_this_run", lambda timeout: ranks)
-    uneven = load_settings(Recipe, folder / "recipe.yaml", ["run.batches_per_step=3"])
+    uneven = recipe(folder, "uneven", "run.batches_per_step=3")
     caplog.set_level("INFO", "dflash")  # restored afterwards: rank 1 logs warnings alone
     with pytest.raises(TrainingError, match="cannot be shared evenly by 2 processes"):
         train(uneven)

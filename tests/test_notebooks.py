@@ -30,6 +30,7 @@ SHORTER = {
     },
     "04-what-training-buys": {
         '"train", "160"': '"train", "24"',
+        '"train.drafter.num_hidden_layers": [1, 2],': "",
         '"train.data.sequences": [140, 10]': '"train.data.sequences": [20, 10]',
         '"anchors": 16': '"anchors": 4',
         '"intermediate_size": 512': '"intermediate_size": 64',
@@ -58,6 +59,8 @@ SHORTER = {
         '"evaluate_every": 10': '"evaluate_every": 3',
         "stream_generate(requests[0], max_tokens=60": "stream_generate(requests[0], max_tokens=20",
         "max_tokens=60, **options": "max_tokens=12, **options",
+        "max_tokens=40, logits": "max_tokens=12, logits",
+        "max_tokens=30, sampler": "max_tokens=8, sampler",
         'fox.", max_tokens=60': 'fox.", max_tokens=12',
         "islice(beginnings(), 3)": "islice(beginnings(), 1)",
         '"max_tokens": 30': '"max_tokens": 8',

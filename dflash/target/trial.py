@@ -242,7 +242,7 @@ def _head(trial: Trial) -> None:
     if hidden.shape != shape:
         raise Mismatch(
             f"the backbone returns shape {hidden.shape}, expected {shape}: hidden states after the last norm, before "
-            "the head; where no module of the model ends there, override run_backbone()"
+            "the head; where no module of the model ends there, use a WholeModelAdapter or override run_backbone()"
         )
     logits = trial.target.head(hidden)
     assert_close("logits", logits, trial.one.logits)

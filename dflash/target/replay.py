@@ -5,7 +5,7 @@ so the layer's output is not. Matrix products and causal convolutions are played
 neither reads a later token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,10 +110,7 @@ class LayerCall:
         """Leave the cache as it is after the block's first ``kept`` tokens."""
         restore(self.cache, self.before)
         if kept:
-            args, kwargs = (_cut(x, *self.shape, kept) for x in (self.args, list(self.kwargs.values())))
-            products = [(owner, name, product.rewound(kept)) for owner, name, product in self.products]
-            with standing_in(products):
-                self.layer(*args, **dict(zip(self.kwargs, kwargs, strict=True)))
+            self._again(kept, lambda value: _cut(value, *self.shape, kept))
 
     def replay_rows(self, kept: Sequence[int]) -> None:
         """Leave each row's state as it is after the first ``kept[row]`` tokens, entries of all as they are.
@@ -130,9 +127,12 @@ class LayerCall:
             is_mask = isinstance(value, mx.array) and value.dtype == mx.bool_ and value.shape == self.shape
             return mask_BL if is_mask else value
 
-        products = [(owner, name, product.rewound(self.shape[1])) for owner, name, product in self.products]
-        with standing_in(products):
-            self.layer(*map(masked, self.args), **{name: masked(value) for name, value in self.kwargs.items()})
+        self._again(self.shape[1], masked)
+
+    def _again(self, kept: int, changed: Callable[[Any], Any]) -> None:
+        """Call the layer with changed arguments; its products play back their first ``kept`` tokens."""
+        with standing_in([(owner, name, product.rewound(kept)) for owner, name, product in self.products]):
+            self.layer(*map(changed, self.args), **{name: changed(value) for name, value in self.kwargs.items()})
 
 
 @dataclass

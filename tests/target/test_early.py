@@ -81,19 +81,6 @@ def test_a_pass_that_begins_early_is_the_same_pass(kind, parents, events, monkey
         np.testing.assert_array_equal(plainly, earlier)
 
 
-@pytest.mark.parametrize(("cpu", "a_layer"), [(True, ["given", "built"]), (False, ["built"])])
-def test_a_cpu_begins_with_each_layer_of_a_drafter_before_the_next_is_built(cpu, a_layer, events, monkeypatch):
-    """With its attention: what follows in the layer is small."""
-    drafter = bound_drafter("qwen3", 0)
-    cache = drafter.make_cache()
-    features = mx.zeros((1, 3, len(drafter.target_layer_ids) * drafter.config.hidden_size))
-    compute_on(cpu, monkeypatch)
-    note_calls(drafter.layers, events, monkeypatch)
-    drafter.extend_context(features, cache, mx.array([[1, 2, 3]]))
-    drafter.propose(mx.array([[4]]), 3, cache)
-    assert events == a_layer * drafter.config.num_hidden_layers
-
-
 def drafted(drafter, anchor: mx.array) -> mx.array:
     """Final hidden states of a block after ``anchor`` and three tokens of context."""
     cache = drafter.make_cache()
@@ -102,10 +89,14 @@ def drafted(drafter, anchor: mx.array) -> mx.array:
     return drafter.draft_hidden(anchor, 3, cache)
 
 
-def test_a_drafter_asks_once_a_pass_whether_to_begin_early(monkeypatch):
-    asked = []
-    monkeypatch.setattr(dflash, "begins_early", lambda: asked.append(1))
-    drafted(bound_drafter("qwen3", 0), mx.array([[4]]))
+@pytest.mark.parametrize(("cpu", "a_layer"), [(True, ["given", "built"]), (False, ["built"])])
+def test_a_cpu_begins_with_each_layer_of_a_drafter_before_the_next_is_built(cpu, a_layer, events, monkeypatch):
+    """With its attention: what follows in the layer is small. Whether to do so is asked once a pass."""
+    drafter, asked = bound_drafter("qwen3", 0), []
+    monkeypatch.setattr(dflash, "begins_early", lambda: asked.append(1) or cpu)
+    note_calls(drafter.layers, events, monkeypatch)
+    drafted(drafter, mx.array([[4]]))
+    assert events == a_layer * drafter.config.num_hidden_layers
     assert len(asked) == 1
 
 

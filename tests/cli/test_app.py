@@ -1,14 +1,12 @@
 """What holds for every command: help, wrong usage, one-line errors, Ctrl-C, a reader that goes away."""
 
-import json
 import os
 import subprocess
 import sys
 from importlib.metadata import version
 
 import pytest
-from support.cli import COMMAND, assert_one_error, invoke
-from support.models import writer
+from support.cli import COMMAND, invoke
 
 import dflash
 from dflash.cli import global_options_first, loading
@@ -73,25 +71,6 @@ def test_ctrl_c_is_quiet_while_modules_are_imported(tmp_path):
 def test_the_package_runs_as_a_module():
     run = subprocess.run([sys.executable, "-m", "dflash", "--version"], capture_output=True, text=True, check=True)
     assert run.stdout == f"dflash-research {version('dflash-research')}\n"
-
-
-def test_a_plugin_is_imported_before_the_command(tmp_path, monkeypatch):
-    plugin = tmp_path / "shout.py"
-    plugin.write_text("""
-import mlx.core as mx
-import dflash
-from dflash.decoding.sampling import register_logits_processor
-
-@register_logits_processor("only_token_65")
-def only(tokens, logits):
-    return mx.where(mx.arange(logits.shape[-1]) == 65, logits, -mx.inf)
-""")
-    monkeypatch.setattr(loading, "load_decoder", lambda *_, **__: writer("hello"))
-    named = ["generate", "AB", "--raw", "--max-tokens", "3", "--logits-processor", "only_token_65", "--json"]
-    answer = json.loads(invoke("--plugin", plugin, *named).stdout)
-    assert answer["tokens"] == [65, 65, 65]
-    assert json.loads(invoke(*named, "--plugin", plugin).stdout)["tokens"] == [65, 65, 65]
-    assert_one_error(invoke("--plugin", tmp_path / "none.py", "doctor"), "There is no plug-in file .*none.py")
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ WORKS = {
     "--extra-eos-token": ["--extra-eos-token", "{tenth}"],
     "--system-prompt": ["--system-prompt", "Be brief."],
     "--prefill-response": ["--prefill-response", "Yes, "],
-    "--temp": ["--temp", "0.7"],
+    "--temp": ["--temp", "0.2"],
     "--top-p": ["--top-p", "0.5"],
-    "--min-p": ["--min-p", "0.3"],
-    "--top-k": ["--top-k", "3"],
+    "--min-p": ["--min-p", "0.7"],
+    "--top-k": ["--top-k", "1"],
     "--xtc-probability": XTC,
     "--xtc-threshold": [*XTC[:2], "--xtc-threshold", "0.01"],
     "--min-tokens-to-keep": ["--min-p", "0.9", "--min-tokens-to-keep", "4"],
@@ -112,7 +112,7 @@ def ours(files: dict[str, str], *args: str) -> str:
 
 def arguments(files: dict[str, str], *options: str) -> list[str]:
     """What both commands are given; options may stand for files."""
-    common = ["--model", files["target"], "--prompt", PROMPT, "--max-tokens", "40", "--verbose", "F"]
+    common = ["--model", files["target"], "--prompt", PROMPT, "--max-tokens", "16", "--verbose", "F"]
     return [*common, *SAMPLED, *(option.format(**files) for option in options)]
 
 

@@ -8,10 +8,9 @@ import pytest
 from support.cli import COMMAND, assert_one_error, invoke
 from support.models import byte_tokenizer, writer
 
-from dflash import evaluation
 from dflash.cli import loading
 from dflash.cli.options import flag_of
-from dflash.decoding.sampling import register_logits_processor
+from dflash.decoding.sampling import LOGITS_PROCESSORS, SAMPLERS
 from dflash.decoding.trace import read_records
 from dflash.options import DecodeOptions
 
@@ -52,46 +51,25 @@ ALONE = {"sampler": ("greedy_of_a_plugin", "greedy_of_a_plugin"), "verify": ("sp
 WATCHING = {"trace", "profile", "prompt_cache"}
 
 
-class Caught(Exception):
-    """Ends a command where it would decode."""
-
-
 @pytest.fixture
-def caught(monkeypatch, prompts):
-    """What a command, called with options, hands to the decoder."""
-    from dflash.decoding import sampling
+def caught(monkeypatch):
+    """What ``dflash generate``, called with options, hands to the decoder, which writes nothing."""
+    decoder, found = writer("hello"), {}
+    monkeypatch.setattr(loading, "load_decoder", lambda *_: decoder)
+    monkeypatch.setattr(decoder, "stream_generate", lambda prompt, **options: found.update(options) or iter(()))
+    flags = {field.name: flag_of(field) for field in fields(DecodeOptions)}
 
-    register_logits_processor("unchanged")(lambda tokens, logits: logits)
-    sampling.register_sampler("greedy_of_a_plugin")(lambda logits: logits.argmax(-1))
-    found: dict = {}
+    def call(given):
+        found.clear()
+        result = invoke("generate", "Hi", "--raw", *(x for name in given for x in (flags[name], given[name][0])))
+        assert result.exit_code == 0, result.output
+        return found
 
-    def side(decoder, max_tokens, temp=0.0, longest=None, **options):
-        found.update({"max_tokens": max_tokens, "temp": temp} | options)
-        return lambda prompt: iter(())
-
-    def compare(*args, seed, **kwargs):
-        found["seed"] = seed
-        raise Caught
-
-    def stream(self, prompt, **options):
-        found.update(options)
-        raise Caught
-
-    decoder = writer("hello")
-    monkeypatch.setattr(type(decoder), "stream_generate", stream)
-    monkeypatch.setattr(loading, "load_decoders", lambda *_: {"one": decoder})
-    monkeypatch.setattr(evaluation, "dflash_side", side)
-    monkeypatch.setattr(evaluation, "compare", compare)
-    first = {"generate": ["generate", "Hi"], "bench": ["bench", "--prompts", prompts]}
-
-    def call(command, given):
-        flags = {field.name: flag_of(field) for field in fields(DecodeOptions)}
-        args = [text for name, (value, _) in given.items() for text in (flags[name], value)]
-        result = invoke("--debug", *first[command], "--raw", *args)  # or the error of this file, a plug-in, is a line
-        assert isinstance(result.exception, Caught), result.output
-        return {name: found[name] for name in given}
-
-    return call
+    with (
+        LOGITS_PROCESSORS.temporary("unchanged", lambda tokens, logits: logits),
+        SAMPLERS.temporary("greedy_of_a_plugin", lambda logits: logits.argmax(-1)),
+    ):
+        yield call
 
 
 @pytest.mark.parametrize("command", LEFT_OUT)
@@ -101,13 +79,10 @@ def test_every_option_of_decoding_is_on_the_command_line(command):
     assert missing == LEFT_OUT[command]
 
 
-@pytest.mark.parametrize("command", ["generate", "bench"])
-def test_every_option_of_decoding_reaches_the_decoder(command, caught):
+def test_every_option_of_decoding_reaches_the_decoder(caught):
     assert {*GIVEN, *ALONE, *WATCHING} == {field.name for field in fields(DecodeOptions)}
-    assert caught(command, GIVEN) == {name: expected for name, (_, expected) in GIVEN.items()}
-    assert caught(command, {"sampler": ALONE["sampler"]}) == {"sampler": "greedy_of_a_plugin"}
-    sampled = {"temp": GIVEN["temp"], "verify": ALONE["verify"]}
-    assert caught(command, sampled) == {"temp": 0.5, "verify": "speculative_sampling"}
+    for given in (GIVEN, {"sampler": ALONE["sampler"]}, {"temp": GIVEN["temp"], "verify": ALONE["verify"]}):
+        assert caught(given) == {name: expected for name, (_, expected) in given.items()}
 
 
 @pytest.fixture
@@ -169,9 +144,3 @@ def test_a_system_prompt_and_template_switches_reach_the_template(command, argum
 def test_other_bad_values_are_one_line(commands, options, message, arguments):
     for command in commands:
         assert_one_error(invoke(*arguments(command, [], *options)), message)
-
-
-@pytest.mark.parametrize("command", [["bench", "--prompts"], ["eval", "--prompts"], ["prepare", "--output", "made"]])
-def test_a_missing_file_of_prompts_is_one_line(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert_one_error(invoke(*command, "nope.jsonl"), "There is no file 'nope.jsonl'")

@@ -150,21 +150,19 @@ CASES = {
 }
 SPARSE = Asked({"top_p": 0.97, "presence_penalty": 0.4}, candidates=2)
 TREE = Asked({"top_p": 0.97, "presence_penalty": 0.4}, nodes=8)
-RULES = {"first_mismatch": first_mismatch, "speculative_sampling": speculative_sampling}
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("case", CASES)
-def test_texts_are_distributed_as_the_targets_under_every_option_and_rule(case, rule):
-    assert excess(RULES[rule], CASES[case]) < 1
-
-
-def test_a_drafter_that_has_only_some_candidates_changes_nothing():
-    assert excess(speculative_sampling, SPARSE) < 1
-
-
-def test_a_tree_of_drafts_changes_nothing():
-    assert excess(first_mismatch, TREE) < 1
+@pytest.mark.parametrize(
+    ("rule", "asked"),
+    [
+        *((rule, asked) for rule in (first_mismatch, speculative_sampling) for asked in CASES.values()),
+        (speculative_sampling, SPARSE),
+        (first_mismatch, TREE),
+    ],
+    ids=[*(f"{rule}, {case}" for rule in ("first mismatch", "speculative") for case in CASES), "candidates", "tree"],
+)
+def test_texts_are_distributed_as_the_targets_under_every_option_and_rule(rule, asked):
+    assert excess(rule, asked) < 1
 
 
 class Choosy(SpeculativeSampling):

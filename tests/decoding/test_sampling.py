@@ -30,34 +30,22 @@ def no_repeat(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-PROCESSORS = {
-    "own": ([no_repeat], {"logits_processors": [no_repeat]}),
-    **{
-        "+".join(name for name in options if not name.endswith("size")): (make_logits_processors(**options), options)
-        for options in (
-            {"repetition_penalty": 1.5, "repetition_context_size": 7},
-            {"presence_penalty": 2.0, "presence_context_size": 9},
-            {"frequency_penalty": 1.5, "frequency_context_size": 30},
-            {"logit_bias": {3: -20.0, 5: 4.0}},
-            {"logit_bias": {5: 3.0}, "repetition_penalty": 1.2, "presence_penalty": 1.0, "frequency_penalty": 0.5},
-        )
-    },
-}
+PENALTIES = {
+    "repetition_penalty": 1.2, "repetition_context_size": 7, "presence_penalty": 2.0, "presence_context_size": 9,
+    "frequency_penalty": 0.5, "frequency_context_size": 30, "logit_bias": {3: -20.0, 5: 3.0},
+}  # fmt: skip
+OWN = make_logits_processors(**PENALTIES)
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_processors_and_mlx_lms_options_see_the_tokens_that_plain_decoding_would_show_them(name):
-    processors, options = PROCESSORS[name]
+@pytest.mark.parametrize(
+    ("processors", "options"),
+    [([no_repeat], {"logits_processors": [no_repeat]}), (OWN, PENALTIES), (OWN, {"logits_processors": OWN})],
+    ids=["of one's own", "mlx-lm's options", "mlx-lm's functions"],
+)
+def test_processors_see_the_tokens_that_plain_decoding_would_show_them(processors, options):
     expected = plain(processors, 40)
     assert expected != plain([], 40)
     assert decoder(expected).spec_generate(PROMPT, 40, **options).tolist() == [PROMPT + expected]
-
-
-def test_mlx_lms_own_processors_can_be_given():
-    processors = make_logits_processors(repetition_penalty=1.5, repetition_context_size=7)
-    expected = plain(processors, 30)
-    ids = decoder(expected).spec_generate(PROMPT, 30, logits_processors=processors)
-    assert ids.tolist() == [PROMPT + expected]
 
 
 def test_a_bias_of_minus_infinity_forbids_a_token():

@@ -112,30 +112,6 @@ def test_who_waits_hears_that_the_server_lives_and_too_many_are_refused(gated, m
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER
 
 
-class Failing(ScriptedDrafter):
-    """A drafter that fails when its request begins after three tokens."""
-
-    def propose(self, anchor, length, cache):
-        if cache.tokens[:3] == [65, 65, 65] or len(cache.tokens) == 3:
-            raise RuntimeError("the drafter is out of order")
-        return super().propose(anchor, length, cache)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_is_told_to_its_client_and_the_next_is_answered(here, stream):
-    def make():
-        decoder = writer(ANSWER, policy="full")
-        drafter = Failing(decoder.draft_model.text, decoder.draft_model.vocab)
-        return DFlashSpeculativeDecoder(decoder.loaded_target, drafter, policy="full")
-
-    running = here(make)
-    with pytest.raises(openai.APIError, match="the drafter is out of order") as failed:
-        list(running.complete("AAA", stream=stream))
-    assert stream or failed.value.status_code == 500
-    assert running.complete("AB", max_tokens=200).choices[0].text == ANSWER
-    assert running.send("GET", "/health")[0] == 200
-
-
 def test_a_thread_that_ends_is_told_by_health_and_to_who_waits(gated, monkeypatch):
     running, gate = gated
     first = running.open(PROMPT)

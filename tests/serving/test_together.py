@@ -301,13 +301,14 @@ def test_one_that_fails_is_told_and_the_others_are_answered(here, model, fault):
                 return "".join(chunk.choices[0].text for chunk in chunks)
             return running.complete(prompt, max_tokens=30).choices[0].text
         except openai.APIError as error:
-            return error.message
+            return f"{getattr(error, 'status_code', 500)}: {error.message}"
 
     prompts = ["1 2 3", "13 4", "7 8 9 10", "13", "2"]
     with ThreadPoolExecutor(5) as pool:
         found = list(pool.map(ask, prompts * 2, [False] * 5 + [True] * 5))
     for prompt, answer in zip(prompts * 2, found, strict=True):
         if prompt.startswith("13"):
+            assert answer.startswith("500: ")
             assert fault in answer
         else:
             assert ids(answer) == plain_greedy(model, ids(prompt), 30)[0]

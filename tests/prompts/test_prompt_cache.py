@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -37,6 +38,11 @@ KINDS = {
     "CacheList(ArraysCache, KVCache)": (lambda: small.build("falcon_h1"), {}),
 }
 WITHOUT_A_WAY_BACK = {"RotatingKVCache", "KeptWindowCache", "ArraysCache", "CacheList(ArraysCache, KVCache)"}
+
+
+@cache
+def loaded(kind: str) -> LoadedTargetModel:
+    return LoadedTargetModel(KINDS[kind][0]())
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +81,9 @@ def continued_plainly(model, pieces, count, **options) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_turns_of_a_conversation_continue_each_other_in_memory_and_from_a_file(kind, tmp_path, caplog):
-    build, options = KINDS[kind]
-    model = build()
-    expected = continued_plainly(model, [FIRST, SECOND, THIRD], 12, **options)
-    drafter = ScriptedDrafter(expected, 64, 0.8)
-    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), drafter, **options)
+    options = KINDS[kind][1]
+    expected = continued_plainly(loaded(kind).model, [FIRST, SECOND, THIRD], 12, **options)
+    decoder = DFlashSpeculativeDecoder(loaded(kind), ScriptedDrafter(expected, 64, 0.8), **options)
     cache, text = decoder.make_prompt_cache(), []
     if kind == "KeptWindowCache":  # mlx-lm masks what is read in one pass otherwise, and we read the last token later
         expected = []
@@ -121,13 +125,13 @@ def test_the_drafters_context_is_continued_too(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["KVCache", "RotatingKVCache", "ArraysCache", "CacheList(ArraysCache, KVCache)"])
 def test_an_answer_that_stops_in_a_block_is_continued_from_its_stop_token(kind, caplog):
-    model = KINDS[kind][0]()
+    model = loaded(kind).model
     text, lead = plain_greedy(model, FIRST, 40)
     assert lead > NEAR_TIE
     stop = next(t for i, t in enumerate(text) if i > 6 and t not in text[:i])
     turn = [*FIRST, *text[: text.index(stop) + 1]]
     expected, _ = plain_greedy(model, turn + SECOND, 20)
-    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), ScriptedDrafter(FIRST + text, 64, 1.0))
+    decoder = DFlashSpeculativeDecoder(loaded(kind), ScriptedDrafter(FIRST + text, 64, 1.0))
     cache = decoder.make_prompt_cache()
     with caplog.at_level(logging.WARNING):
         first = decoder.spec_generate(FIRST, 40, stop_token_ids=[stop], prompt_cache=cache)[0].tolist()
@@ -142,10 +146,8 @@ def test_an_answer_that_stops_in_a_block_is_continued_from_its_stop_token(kind, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_that_goes_another_way_goes_back_or_is_read_anew(kind, caplog):
-    build, options = KINDS[kind]
-    model = build()
-    drafter = ScriptedDrafter(FIRST, 64, 0.5)
-    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), drafter, policy="full", **options)
+    drafter, options = ScriptedDrafter(FIRST, 64, 0.5), KINDS[kind][1]
+    decoder = DFlashSpeculativeDecoder(loaded(kind), drafter, policy="full", **options)
     cache, other = decoder.make_prompt_cache(), [*FIRST[:5], 7, 7]
     decoder.spec_generate(FIRST, 16, prompt_cache=cache, **NO_STOP)
     read = read_by(decoder)
@@ -275,8 +277,7 @@ def test_what_is_no_prompt_cache_of_this_model_is_one_line(tmp_path):
 
 
 def test_a_cache_that_is_quantised_otherwise_is_refused():
-    model = KINDS["QuantizedKVCache"][0]()
-    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(model), ScriptedDrafter([], 64), **QUANTISED)
+    decoder = DFlashSpeculativeDecoder(loaded("QuantizedKVCache"), ScriptedDrafter([], 64), **QUANTISED)
     cache = decoder.make_prompt_cache()
     text = decoder.spec_generate(FIRST, 3, prompt_cache=cache, **NO_STOP)[0].tolist()
     with pytest.raises(GenerationError, match="quantised with kv_bits 8 and kv_group_size 32, the request asks for 4"):
@@ -285,8 +286,7 @@ def test_a_cache_that_is_quantised_otherwise_is_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_goes_its_own_way_and_is_trimmed_like_mlx_lms_caches(kind, caplog):
-    build, options = KINDS[kind]
-    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(build()), ScriptedDrafter([0], 64), **options)
+    decoder = DFlashSpeculativeDecoder(loaded(kind), ScriptedDrafter([0], 64), **KINDS[kind][1])
 
     def continued(text, piece, **given):
         return decoder.spec_generate(text + piece, 8, **NO_STOP, **given)[0].tolist()

@@ -8,7 +8,6 @@ Shapes: S tokens, L length of a draft, V vocabulary of the target.
 """
 
 import copy
-import logging
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,10 +17,8 @@ from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, Quantize
 from ..core.errors import IncompatibleModelsError
 from ..target import LoadedTargetModel
 from ..target.rewind import TargetCache
-from .checkpoints.vocabularies import special_token_differences, vocabulary_difference
+from .checkpoints.vocabularies import vocabulary_difference
 from .protocol import Proposal
-
-logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 9
 """Positions per block (up to 8 drafts), unless a decoder sets another number (``block_size``, ``--block-size``).
@@ -121,19 +118,14 @@ class AutoregressiveDrafter:
         self.vocab_size = model.vocab_size
 
     def bind(self, target: LoadedTargetModel) -> None:
-        """Compare the vocabularies and special tokens.
+        """Compare the vocabularies.
 
         Raises ``IncompatibleModelsError``, naming the first token whose text differs or that the draft model has no
-        embedding for. Warns if only special tokens differ, or if the draft model's tokenizer lacks a token: drafts near
-        it are worse.
+        embedding for.
         """
         if difference := vocabulary_difference(self.model, target):
             raise IncompatibleModelsError(
                 f"This draft model does not fit the target: {difference}. Use a model of the target's own family."
-            )
-        for difference in special_token_differences(self.model, target):
-            logger.warning(
-                "The draft model fits the target, but %s; drafts near this token may be rejected.", difference
             )
         self.vocab_size = target.vocab_size
 

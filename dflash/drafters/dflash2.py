@@ -49,6 +49,8 @@ class DFlash2Config(DFlashConfig):
     selector_top_k: int = field(kw_only=True)
     selector_vocab_size: int | None = field(default=None, kw_only=True)
 
+    architecture: ClassVar[str] = "DFlash2DraftModel"
+    inside: ClassVar[tuple[str, ...]] = (*_OWN_KEYS, "block_size", "selector_vocab_size")
     checks: ClassVar[Mapping[str, Check]] = {
         **DFlashConfig.checks,
         **dict.fromkeys(_OWN_KEYS, POSITIVE),
@@ -67,15 +69,6 @@ class DFlash2Config(DFlashConfig):
             raise CheckpointError(
                 f"selector_top_k {self.selector_top_k} is more than the {most} tokens that it may choose."
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The published form: the kind's own keys and the block size are inside ``dflash_config``."""
-        values = super().to_dict()
-        own = {name: values.pop(name) for name in (*_OWN_KEYS, "block_size")}
-        if (known := values.pop("selector_vocab_size")) is not None:
-            own["selector_vocab_size"] = known
-        inner = values["dflash_config"] | own
-        return values | {"architectures": [DFlash2DraftModel.__name__], "dflash_config": inner}
 
 
 class DynamicConvolution(nn.Module):

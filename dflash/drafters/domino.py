@@ -38,6 +38,9 @@ class DominoConfig(DFlashConfig):
     gru_hidden_dim: int = field(kw_only=True)
     pure_draft_prefix_len: int = field(default=0, kw_only=True)
 
+    architecture: ClassVar[str] = "DominoDraftModel"
+    inside: ClassVar[tuple[str, ...]] = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+    inner_labels: ClassVar[Mapping[str, str]] = {"projector_type": "domino"}
     checks: ClassVar[Mapping[str, Check]] = {**DFlashConfig.checks, "emb_dim": POSITIVE, "gru_hidden_dim": POSITIVE}
 
     def __post_init__(self) -> None:
@@ -49,13 +52,11 @@ class DominoConfig(DFlashConfig):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The published form: SpecForge's, whose head's keys are inside ``dflash_config``."""
+        """The published form: SpecForge's."""
         values = super().to_dict()
-        head = {name: values.pop(name) for name in ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")}
-        inner = {"projector_type": "domino"} | values["dflash_config"] | head
-        inner["shift_label"] = self.sample_from_anchor
-        inner.pop("sample_from_anchor", None)
-        return values | {"architectures": [DominoDraftModel.__name__], "dflash_config": inner}
+        values["dflash_config"].pop("sample_from_anchor", None)
+        values["dflash_config"]["shift_label"] = self.sample_from_anchor
+        return values
 
 
 class PrefixGRU(nn.Module):

@@ -44,6 +44,12 @@ class DSparkConfig(DFlashConfig):
     confidence_head_with_markov: bool = True
     confidence_temperatures: tuple[float, ...] = ()
 
+    architecture: ClassVar[str] = "DSparkDraftModel"
+    inside: ClassVar[tuple[str, ...]] = (
+        "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+        "sample_from_anchor", "confidence_temperatures",
+    )  # fmt: skip
+    inner_labels: ClassVar[Mapping[str, str]] = {"projector_type": "dspark", "attention_mode": "gqa"}
     checks: ClassVar[Mapping[str, Check]] = {
         **DFlashConfig.checks,
         "markov_rank": ("a whole number of at least 0", lambda v: is_whole(v) and v >= 0),
@@ -63,16 +69,6 @@ class DSparkConfig(DFlashConfig):
     def confidence_rank(self) -> int:
         """Size of the token embedding that the confidence head reads; 0: none."""
         return self.markov_rank if self.confidence_head_with_markov else 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """The published form: SpecForge's, whose heads' keys are inside ``dflash_config``."""
-        values = super().to_dict()
-        own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-        heads = {name: values.pop(name) for name in own} | {"sample_from_anchor": self.sample_from_anchor}
-        if temperatures := values.pop("confidence_temperatures"):
-            heads["confidence_temperatures"] = temperatures
-        inner = {"projector_type": "dspark", "attention_mode": "gqa"} | values["dflash_config"] | heads
-        return values | {"architectures": [DSparkDraftModel.__name__], "dflash_config": inner}
 
 
 @register_drafter("dspark")

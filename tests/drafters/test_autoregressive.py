@@ -1,7 +1,6 @@
 """A language model as drafter: its cache follows the committed tokens, its drafts are its own greedy text."""
 
 import json
-import logging
 import random
 from collections.abc import Sequence
 from functools import lru_cache
@@ -188,14 +187,6 @@ def test_the_first_token_that_differs_is_named(rows, renamed, words):
     with pytest.raises(IncompatibleModelsError) as error:
         DFlashSpeculativeDecoder(loaded, AutoregressiveDrafter(draft))
     refused(error, words)
-
-
-def test_another_last_token_is_a_warning(caplog):
-    draft = with_tokens(264)
-    other = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token="<|im_start|>")
-    with caplog.at_level(logging.WARNING):
-        AutoregressiveDrafter(LoadedTargetModel(draft.model, TokenizerWrapper(other))).bind(with_tokens(264))
-    assert "its eos_token is '<|im_start|>' and the target's is '<|im_end|>'" in caplog.text
 
 
 @pytest.mark.parametrize(("own", "rows"), [(270, 264), (262, 264)])

@@ -121,6 +121,11 @@ class DFlashConfig:
         ),
     }  # fmt: skip
     """By field; a kind adds those of its own."""
+    architecture: ClassVar[str] = "DFlashDraftModel"
+    inside: ClassVar[tuple[str, ...]] = ()
+    """Fields of a kind that published files have inside ``dflash_config``, unless they are null or empty."""
+    inner_labels: ClassVar[Mapping[str, str]] = {}
+    """What stands before them there."""
 
     def __post_init__(self) -> None:
         for name, (expected, holds) in self.checks.items():
@@ -206,14 +211,17 @@ class DFlashConfig:
     def to_dict(self) -> dict[str, Any]:
         """This config as a published ``config.json``."""
         flat = asdict(self)
-        defaults = {f.name: f.default for f in fields(self)}
+        defaults, own = {f.name: f.default for f in fields(self)}, {name: flat[name] for name in self.inside}
         inner = {name: flat.pop(name) for name in _INSIDE}
         inner = {name: value for name, value in inner.items() if value != defaults[name]}
+        inner |= {name: flat.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+        own = {name: value for name, value in own.items() if value not in (None, ())}
+        flat = {name: value for name, value in flat.items() if name not in self.inside}
         flat = {name: value for name, value in flat.items() if name not in _OPTIONAL or value != defaults[name]}
         rope = {} if self.rope_parameters else {"rope_scaling": flat.pop("rope_scaling")}
         return {
-            "architectures": ["DFlashDraftModel"],
-            "dflash_config": inner | {name: flat.pop(name) for name in ("mask_token_id", "target_layer_ids")},
+            "architectures": [self.architecture],
+            "dflash_config": {**self.inner_labels, **inner, **own},
             **rope,
             "tie_word_embeddings": True,
             **flat,

@@ -32,20 +32,5 @@ def vocabulary_difference(model: LoadedTargetModel, target: LoadedTargetModel) -
     return None
 
 
-def special_token_differences(model: LoadedTargetModel, target: LoadedTargetModel) -> list[str]:
-    """Up to three differences between tokenizers of one vocabulary: unknown tokens, begin and end of text."""
-    if model.tokenizer is None or target.tokenizer is None:
-        return []
-    own, theirs = _texts(model.tokenizer), _texts(target.tokenizer)
-    found = [
-        f"its tokenizer does not know the target's token {i}, {text!r}" for i, text in theirs.items() if i not in own
-    ]
-    for name in ("bos_token", "eos_token"):
-        ours, wanted = (getattr(m.tokenizer, name, None) for m in (model, target))
-        if ours != wanted:
-            found.append(f"its {name} is {ours!r} and the target's is {wanted!r}")
-    return found[:3]
-
-
 def _texts(tokenizer: Any) -> dict[int, str]:
     return dict(sorted((token, text) for text, token in tokenizer.get_vocab().items()))

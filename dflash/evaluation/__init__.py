@@ -1,10 +1,11 @@
 """Measurements: speed next to plain mlx_lm, acceptance by decoding or on finished texts, traces as tables and a page.
 
 ``runs`` times answers, ``identity`` compares their tokens, ``checks`` judges them, ``statistics`` summarises,
-``speedup`` finds the arithmetic limit, ``report`` shows the result. ``acceptance`` scores a drafter without plain
-decoding, on ``suites``, the papers' prompts, among others. ``texts`` keeps the target's greedy answers, on which
-``replay`` scores drafters without decoding, and ``anchors`` says more of them. ``traces`` reads traces into tables,
-``trace_report`` and ``trace_plots`` show them. ``demo`` and ``doctor`` are the commands of these names.
+``speedup`` finds the arithmetic limit, ``report`` shows the result; ``batch_speed`` times batches. ``acceptance``
+scores a drafter without plain decoding, on ``suites``, the papers' prompts, among others. ``texts`` keeps the target's
+greedy answers and ``features`` what it makes of them; on these ``replay`` scores drafters without decoding, and
+``anchors`` says more of them. ``traces`` reads traces into tables, ``trace_report`` and ``trace_plots`` show them.
+``demo`` and ``doctor`` are the commands of these names; ``prediction`` says what acceptance would bring elsewhere.
 """
 
 from ..generate import PAIR

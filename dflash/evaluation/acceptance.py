@@ -254,15 +254,19 @@ def _row(parts: Sequence[Acceptance], block_size: int) -> dict[str, Any]:
     counts = total(parts, block_size)
     limits = None
     if counts.blocks:
-        tau = Ratio.of([p.committed for p in parts], [p.blocks for p in parts]).interval().bounded(1)
+        tau = length_of(parts).interval().bounded(1)
         limits = None if tau.low is None else [tau.low, tau.high]
     return {"prompts": len(parts)} | counts.results() | {"acceptance_length_interval": limits}
 
 
+def length_of(parts: Sequence[Acceptance]) -> Ratio:
+    """The acceptance length over ``parts``, of a prompt each."""
+    return Ratio.of([part.committed for part in parts], [part.blocks for part in parts])
+
+
 def length_over(parts: Sequence[Acceptance], first: Sequence[Acceptance]) -> Interval:
     """The acceptance length of one drafter over that of another on the same prompts, with its interval."""
-    own, others = (Ratio.of([p.committed for p in each], [p.blocks for p in each]) for each in (parts, first))
-    return (own / others).interval()
+    return (length_of(parts) / length_of(first)).interval()
 
 
 def render_comparison(scores: dict[str, dict[str, Any]]) -> RenderableType:

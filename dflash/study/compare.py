@@ -9,9 +9,10 @@ from typing import Any
 from ..core.errors import DFlashError
 from ..core.progress import progress
 from ..drafters.checkpoints.checkpoint import load_drafter
+from ..evaluation.acceptance import length_of, length_over
 from ..evaluation.features import Features
 from ..evaluation.replay import measure_on
-from ..evaluation.statistics import Interval, Ratio
+from ..evaluation.statistics import Interval
 from ..evaluation.texts import Texts
 from ..target import LoadedTargetModel, load_target
 from ..training.data.dataset import open_dataset, read_manifest
@@ -176,12 +177,11 @@ def _acceptance(
         raise DFlashError("No answer was long enough for a block, so there is no acceptance to measure.")
     measured = measure_on(target, drafters, texts, Features(kept))
     own = list(zip(*progress(measured, "compare", len(texts)), strict=True))
-    lengths = [Ratio.of([a.committed for a in parts], [a.blocks for a in parts]) for parts in own]
     return [
         {
-            "acceptance": length.interval().bounded(1),
-            "ratio": (length / lengths[0]).interval(),
-            "blocks": sum(a.blocks for a in parts),
+            "acceptance": length_of(parts).interval().bounded(1),
+            "ratio": length_over(parts, own[0]),
+            "blocks": sum(part.blocks for part in parts),
         }
-        for length, parts in zip(lengths, own, strict=True)
+        for parts in own
     ]

@@ -49,7 +49,7 @@ def test_blas_threads_are_left_alone():
 
 
 def test_all_positions_are_sampled_at_once():
-    assert not samples_one_by_one(DrawingSampler(1.0), 200_000)
+    assert not samples_one_by_one(DrawingSampler(1.0))
 
 
 def test_weights_can_be_wired_while_decoding():

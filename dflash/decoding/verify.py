@@ -18,9 +18,6 @@ from .sampling import GREEDY, RandomState, Sampler, sample_rows
 NO_TOKEN = -1
 """Returned in place of a token where the target's logits are not a number."""
 
-COSTLY_VOCABULARY = 8192
-"""On a CPU, sampling from a vocabulary of this size or more takes longer than waiting for the device."""
-
 
 @dataclass(frozen=True)
 class Verified:
@@ -114,7 +111,7 @@ def first_mismatch(proposal: Proposal, logits_LV: mx.array, sampler: Sampler) ->
     """
     if proposal.parents is not None:
         return _walk(proposal, proposal.parents, logits_LV, sampler)
-    if samples_one_by_one(sampler, logits_LV.shape[-1]):
+    if samples_one_by_one(sampler):
         return _walk(proposal, chain(proposal.tokens.shape[1]), logits_LV, sampler)
     target_tokens_L, states = sample_with_states(logits_LV, sampler)
     mx.eval(proposal.tokens, target_tokens_L, [state.key for state in states])
@@ -125,12 +122,12 @@ def first_mismatch(proposal: Proposal, logits_LV: mx.array, sampler: Sampler) ->
     return Verified(target_tokens[: accepted + 1], accepted, states[: accepted + 1])
 
 
-def samples_one_by_one(sampler: Sampler, vocab_size: int) -> bool:
+def samples_one_by_one(sampler: Sampler) -> bool:
     """Whether :func:`first_mismatch` samples position after position up to the mismatch, or all positions at once.
 
-    One by one pays where sampling a token takes longer than waiting for the device.
+    One by one pays where sampling a token takes longer than waiting for the device: on a CPU.
     """
-    return sampler is not GREEDY and vocab_size >= COSTLY_VOCABULARY and on_cpu()
+    return sampler is not GREEDY and on_cpu()
 
 
 def _walk(proposal: Proposal, parents: list[int], logits_LV: mx.array, sampler: Sampler) -> Verified:

@@ -109,7 +109,7 @@ class _PartTimer:
     def verify(self) -> list[float]:
         """Seconds of one target pass over a whole block, with features and the target's choices that the rule needs."""
         cache = self._prompt_cache()
-        needed = self.stride if samples_one_by_one(self.sampler, self.target.vocab_size) else self.width
+        needed = self.stride if samples_one_by_one(self.sampler) else self.width
         times = []
         for i in range(self.start, self.end, self.stride):
             begin, block = time.perf_counter(), self.tokens[:, i : i + self.width]

@@ -27,7 +27,7 @@ def test_the_parts_of_decoding_can_be_replayed_alone(kind, block_size, tau):
 )
 def test_the_replay_commits_tau_tokens_a_block_and_samples_as_the_rule_does(tau, blocks, one_by_one, rows, monkeypatch):
     monkeypatch.setattr(speedup, "PASSES", 1)
-    monkeypatch.setattr(speedup, "samples_one_by_one", lambda sampler, vocab_size: one_by_one)
+    monkeypatch.setattr(speedup, "samples_one_by_one", lambda sampler: one_by_one)
     drafter, sampled, sampler = ScriptedDrafter(range(40), 32, block_size=8), [], make_sampler(temp=1.0)
     decoder = DFlashSpeculativeDecoder(target("qwen3", 1), drafter)
     answer = [4, 5, 6, 7, 8, 9, 10, 11]

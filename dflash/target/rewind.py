@@ -231,21 +231,21 @@ def describe(caches: Sequence[Any]) -> list[tuple[str, str | None]]:
     return [(cache_name(cache), _rule(cache)) for cache in caches]
 
 
+def require(caches: Sequence[Any], fits: Callable[[Any], Any], otherwise: str) -> None:
+    """Raise ``IncompatibleModelsError``, naming the layer and saying what is ``otherwise``, if a cache does not fit."""
+    for layer, cache in enumerate(caches):
+        if not fits(cache):
+            raise IncompatibleModelsError(f"Layer {layer} keeps a {cache_name(cache)}, {otherwise}.")
+
+
 def check_trees(caches: Sequence[Any]) -> None:
     """Raise ``IncompatibleModelsError``, naming the layer, if a cache cannot hold a tree."""
-    for layer, cache in enumerate(caches):
-        if type(cache) not in MOVES:
-            raise IncompatibleModelsError(
-                f"Layer {layer} keeps a {cache_name(cache)}, of which no path of a tree of drafts can be kept; "
-                f"trees need {' or '.join(kind.__name__ for kind in MOVES)} in every layer; leave out tree."
-            )
+    known = " or ".join(kind.__name__ for kind in MOVES)
+    otherwise = f"of which no path of a tree of drafts can be kept; trees need {known} in every layer; leave out tree"
+    require(caches, lambda cache: type(cache) in MOVES, otherwise)
 
 
 def check_rewindable(caches: Sequence[Any]) -> None:
     """Raise ``IncompatibleModelsError``, naming the layer, if a cache has no exact rewind."""
-    for layer, (name, rule) in enumerate(describe(caches)):
-        if rule is None:
-            raise IncompatibleModelsError(
-                f"Layer {layer} keeps a {name}, for which no exact rewind is known; "
-                f"supported: {', '.join(sorted(kind.__name__ for kind in KNOWN))}."
-            )
+    known = ", ".join(sorted(kind.__name__ for kind in KNOWN))
+    require(caches, _rule, f"for which no exact rewind is known; supported: {known}")

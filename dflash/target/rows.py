@@ -12,9 +12,8 @@ from typing import Any
 
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from ..core.errors import IncompatibleModelsError
 from .replay import Recorder
-from .rewind import cache_name, members
+from .rewind import members, require
 from .ring import RowsCache
 
 BATCHED = (KVCache, RotatingKVCache, ArraysCache)
@@ -46,8 +45,6 @@ class RowsPass:
 
     def keep(self, kept: Sequence[int]) -> None:
         """Keep the first ``kept[i]`` tokens of each row ``i``, at least one."""
-        if self._length == 1:
-            return
         if self.recorder is not None and min(kept) < self._length:
             for call in self.recorder.calls.values():
                 call.replay_rows(kept)
@@ -64,9 +61,9 @@ def _recurrent(cache: Any) -> list[ArraysCache]:
 
 def check_batchable(caches: Sequence[Any]) -> None:
     """Raise ``IncompatibleModelsError``, naming the layer, if one text's ``caches`` cannot become rows of a batch."""
-    for layer, cache in enumerate(caches):
-        if not all(type(member) in BATCHED and not getattr(member, "keep", 0) for member in members(cache)):
-            raise IncompatibleModelsError(
-                f"Layer {layer} keeps a {cache_name(cache)}, of which several texts cannot be decoded at once; "
-                f"supported: {', '.join(kind.__name__ for kind in BATCHED)}. Decode one text after another."
-            )
+    known = ", ".join(kind.__name__ for kind in BATCHED)
+    require(
+        caches,
+        lambda cache: all(type(m) in BATCHED and not getattr(m, "keep", 0) for m in members(cache)),
+        f"of which several texts cannot be decoded at once; supported: {known}. Decode one text after another",
+    )

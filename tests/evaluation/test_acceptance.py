@@ -1,13 +1,12 @@
 """Acceptance by kind: turns are asked after the target's own answers, rows add up, intervals hold the value."""
 
-import io
 import json
 from functools import partial
 
 import numpy as np
 import pytest
-from rich.console import Console
-from support.acceptance import measure
+from support.acceptance import measure, plain
+from support.bench import rendered
 from support.models import TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, random_drafter, wrapped_tokenizer
 
 import dflash
@@ -28,12 +27,6 @@ from dflash.prompts.tokens import prompt_tokens
 
 def counts(blocks: int, committed: int) -> Acceptance:
     return Acceptance(blocks, committed, np.array([blocks, blocks]), np.array([committed - blocks, 0]))
-
-
-def rendered(results) -> str:
-    console = Console(file=io.StringIO(), width=200, markup=False)
-    console.print(render_acceptance(results))
-    return console.file.getvalue()
 
 
 @pytest.fixture
@@ -78,10 +71,6 @@ def test_rows_of_a_batch_count_what_each_counts_alone_and_so_do_finished_texts(p
         assert sum(counts.committed for counts, _ in alone) > 2 * sum(counts.blocks for counts, _ in alone)
 
 
-def plain(counts: Acceptance) -> list:
-    return [counts.blocks, counts.committed, counts.verified.tolist(), counts.accepted.tolist()]
-
-
 def test_a_later_turn_follows_the_targets_own_answer(decoder):
     target, drafter = decoder.loaded_target, decoder.draft_model
     records: list[dict] = []
@@ -124,6 +113,6 @@ def test_rows_by_kind_add_up_to_all_prompts():
     assert code["acceptance_length_interval"] is None
     low, high = found["acceptance_length_interval"]
     assert 1 <= low < found["acceptance_length"] < high
-    rows = [line.split() for line in rendered(found).splitlines()]
+    rows = [line.split() for line in rendered(render_acceptance(found)).splitlines()]
     assert rows[1][:5] == ["chat", "2", "8", "12", "1.50"]
     assert ["short", "1", "0", "0", "-", "0.000", "0.000"] in rows

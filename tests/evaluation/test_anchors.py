@@ -1,9 +1,7 @@
 """What all anchors say of a drafter, from blocks counted by hand."""
 
-import io
-
 import pytest
-from rich.console import Console
+from support.bench import rendered
 
 from dflash.evaluation.acceptance import Drafted
 from dflash.evaluation.anchors import anchor_results, render_anchors
@@ -32,11 +30,9 @@ def test_positions_places_and_calibration_count_what_was_reached():
     bins = [(row["low"], row["drafts"], row["accepted"]) for row in found["calibration"]]
     assert bins == [(0.1, 1, 0.0), (0.3, 1, 0.0), (0.9, 3, 1.0)], "the drafts after a wrong one are not reached"
     assert found["calibration"][2]["probability"] == pytest.approx((0.95 + 0.91 + 0.92) / 3)
-    console = Console(file=io.StringIO(), width=200)
-    console.print(render_anchors(found))
-    shown = [line.split() for line in console.file.getvalue().splitlines()]
+    shown = [line.split() for line in rendered(render_anchors(found)).splitlines()]
     assert ["256", "on", "1", "1.000"] in [line[:4] for line in shown]
     assert ["0.9-1.0", "3", "0.927", "1.000"] in shown
     silent = anchor_results([second], 5)
     assert silent["calibration"] == []
-    console.print(render_anchors(silent))
+    assert "stated" not in rendered(render_anchors(silent))

@@ -5,6 +5,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.acceptance import plain
 from support.kinds import KINDS, VOCAB, random_drafter
 from support.models import ScriptedDrafter, llama_model, qwen3_model, randomize, wrapped_tokenizer
 
@@ -44,10 +45,6 @@ def decoder_of(kind: str, monkeypatch: pytest.MonkeyPatch, **options) -> DFlashS
         if kind == "window":
             drafter.limit_context(5)
     return DFlashSpeculativeDecoder(target, drafter, max_seq_length=512, **options)
-
-
-def plain(acceptance) -> list:
-    return [acceptance.blocks, acceptance.committed, acceptance.verified.tolist(), acceptance.accepted.tolist()]
 
 
 ENDS = {"either": (23, [2], None), "one token": (1, [], None), "narrow": (23, [2], 3)}

@@ -1,29 +1,21 @@
 """A report says what was found, and no more."""
 
-import io
 import json
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
-from support.bench import result, run
+from support.bench import rendered, result, run
 
 from dflash import evaluation as bench
 from dflash.evaluation.report import Report, render_several, several_dict
 from dflash.evaluation.speedup import Limit
 
 
-def rendered(report) -> str:
-    console = Console(file=io.StringIO(), width=200, markup=False)
-    console.print(report.render() if isinstance(report, Report) else report)
-    return console.file.getvalue()
-
-
 def test_the_report_says_where_tokens_differ_and_how_close_it_was():
     same, other = result([run()], [run()]), result([run()], [run()], bench.Difference(7, 1, 2, 0.00012))
     report = Report({}, [same, other], greedy=True, limit=Limit(5.0, 0.004, 0.002, 0.003))
     assert not report.lossless
-    text = rendered(report)
+    text = rendered(report.render())
     assert "different at 7 (logit margin 0.00012)" in text
     assert "DIFFERENT on 1 of 2" in text
     assert "ceiling      4.00 = 5.00 x 4.00 ms / (2.00 ms + 3.00 ms)" in text
@@ -36,7 +28,7 @@ def test_the_report_says_where_tokens_differ_and_how_close_it_was():
 def test_a_sampled_report_of_one_token_answers_claims_no_identity_and_has_gaps_not_numbers():
     report = Report({}, [result([run([1])], [run([1], committed=[])])], greedy=False)
     assert report.lossless
-    text = rendered(report)
+    text = rendered(report.render())
     assert "sampled" in text
     assert "not measured" in text
     assert "identical" not in text
@@ -75,6 +67,6 @@ def test_prompts_of_several_kinds_have_a_row_a_kind():
     blocks = [found["prompts"][0][key] for key in ("committed", "drafted", "accepted")]
     assert blocks == [[[10]], [[12]], [[9]]]
     assert found["total"]["correct"] == found["by_kind"]["a"]["correct"] == {"plain": 1, "dflash": 0, "of": 1}
-    assert "plain 1, DFlash 0 of 1" in rendered(report)
-    assert "DIFFERENT on 1 of 1" in rendered(report)
+    assert "plain 1, DFlash 0 of 1" in rendered(report.render())
+    assert "DIFFERENT on 1 of 1" in rendered(report.render())
     assert "mine, b" in rendered(render_several({"mine": report}))

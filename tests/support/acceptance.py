@@ -9,6 +9,11 @@ from dflash.evaluation.acceptance import Acceptance, measure_one, total
 from dflash.target import LoadedTargetModel
 
 
+def plain(found: Acceptance) -> list:
+    """All counts, to be compared."""
+    return [found.blocks, found.committed, found.verified.tolist(), found.accepted.tolist()]
+
+
 def measure(
     target: LoadedTargetModel, drafter: Drafter, prompts: list[list[int]], count: int, **options: Any
 ) -> Acceptance:

@@ -1,8 +1,18 @@
-"""Finished and scripted runs for the tests of benchmarks."""
+"""Finished and scripted runs for the tests of benchmarks, and what a terminal shows of their results."""
+
+import io
+
+from rich.console import Console, RenderableType
 
 from dflash.evaluation import BenchPrompt, PromptResult, Run, Step
 
 PROMPTS = [BenchPrompt("one", [65, 66]), BenchPrompt("two", [65, 67], {"kind": "problem", "answer": 3})]
+
+
+def rendered(shown: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=200, markup=False)
+    console.print(shown)
+    return console.file.getvalue()
 
 
 def run(tokens=range(11), seconds=2.0, committed=(4, 6), text="") -> Run:

@@ -80,14 +80,13 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
         _shift(values)
     _width(values)
     _rope(values)
-    _rope_style(values)
     _layers(values)
     if isinstance(values.get("final_logit_softcapping"), int | float) and values["final_logit_softcapping"] <= 0:
         values["final_logit_softcapping"] = None  # switched off, as published
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
 
-    _refuse_unknown_inside(inner, known)
+    _refuse_unknown_inside({name: values[name] for name in inner if name in values and name not in known}, known)
     _ignore(values, known)
     return {name: value for name, value in values.items() if name in known and value is not None}
 
@@ -154,13 +153,6 @@ def _domino(values: Values, algorithms: list[str]) -> None:
         values["sample_from_anchor"] = bool(algorithms) if shift is None else shift
 
 
-def _rope_style(values: Values) -> None:
-    for name in ("rope_is_neox_style", "is_neox_style"):
-        style = values.pop(name, None)
-        if style is not None:
-            values["rope_is_neox_style"] = style
-
-
 def _causality(values: Values, config: Mapping[str, Any], inner: Values) -> None:
     """``is_causal`` of the top level, then the names of other packagings; one value for all layers."""
     spellings = ("causal", "causal_head", "dflash_query_causal")
@@ -207,6 +199,8 @@ def _rope(values: Values) -> None:
     recipe = dict(scaling or parameters)
     values.pop("rope_scaling", None)
     values.pop("rope_parameters", None)
+    if (style := values.pop("is_neox_style", None)) is not None:
+        values["rope_is_neox_style"] = style
     theta = values.get("rope_theta")
     theta = DEFAULT_THETA if theta is None else theta
     original = values.pop("original_max_position_embeddings", None)
@@ -232,8 +226,8 @@ def _rope(values: Values) -> None:
 def _layers(values: Values) -> None:
     """``layer_types``; if they are missing and a window is used, from ``max_window_layers`` as in transformers."""
     window, layers = values.get("sliding_window"), values.get("num_hidden_layers")
-    if not values.get("layer_types") and values.get("use_sliding_window") and window and isinstance(layers, int):
-        first = values.get("max_window_layers")
+    used, first = values.pop("use_sliding_window", None), values.pop("max_window_layers", None)
+    if not values.get("layer_types") and used and window and isinstance(layers, int):
         first = 28 if first is None else first  # transformers' default for Qwen3
         values["layer_types"] = [SLIDING if i >= first else FULL for i in range(layers)]
     types = values.get("layer_types")
@@ -241,17 +235,11 @@ def _layers(values: Values) -> None:
         values["layer_types"] = types[:layers]  # possibly a copy of the target's longer list
 
 
-def _refuse_unknown_inside(inner: Values, known: Collection[str]) -> None:
-    translated = {
-        "causal", "causal_head", "dflash_query_causal", "is_neox_style", "rope_is_neox_style", "sample_from_anchor",
-        "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids", "target_hidden_size", "rope_scaling",
-        "sliding_window_non_causal", "use_sliding_window", "max_window_layers", "draft_shift", "shift_label",
-    }  # fmt: skip
-    for name, value in inner.items():
-        if name in known or name in translated or is_off(value) or is_supported_value(name, value):
-            continue
+def _refuse_unknown_inside(left: Values, known: Collection[str]) -> None:
+    """Of ``dflash_config``, what is ``left`` after everything that is known was read."""
+    for name, value in left.items():
         note = _NOTES.fullmatch(name) or (name == "mask_token" and isinstance(value, str))
-        if not note:
+        if not (note or is_off(value) or is_supported_value(name, value)):
             raise CheckpointError(f"dflash_config: unknown key {name!r}{_nearest(name, known) or '.'}")
 
 

@@ -80,7 +80,7 @@ class Study(Checked):
     )
     seeds: tuple[int, ...] = setting((0,), "each cell once with each: weights, data, and sampling if there is any")
     plain: bool = setting(
-        True, "decode plainly with mlx_lm too, to compare speed and text; false: greedy cells of policy full are not timed"
+        True, "decode plainly too, to compare speed and text; false: greedy cells with policy full are not timed"
     )
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from support.cli import assert_one_error, invoke
 from support.models import TEXT_VOCAB, draft_config, plain_greedy, qwen3_model, random_drafter, randomize, save_target
 from support.packagings import assert_saved
 
-from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target, register_drafter, save_drafter
+from dflash import DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target, save_drafter
 from dflash.core.errors import CheckpointError, DFlashError
 from dflash.drafters import kinds
 
@@ -81,8 +81,3 @@ def test_a_config_names_its_kind(config, kind):
 def test_an_unknown_kind_names_the_nearest():
     with pytest.raises(DFlashError, match=r"Unknown drafter 'gate'; did you mean 'gated'\?"):
         kinds.drafter_class("gate")
-
-
-def test_registering_needs_a_name():
-    with pytest.raises(TypeError, match="drafter"):
-        register_drafter(DFlashDraftModel)

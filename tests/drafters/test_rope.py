@@ -137,7 +137,8 @@ def test_a_head_of_odd_size_cannot_be_turned():
 SPELLINGS = [
     {},
     {"rope_theta": 5e5},
-    {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 7e5}},
+    {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 7e5, "partial_rotary_factor": 0.25}},
+    {"rope_parameters": YARN | {"rope_theta": 7e5}},
     {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     {"rope_theta": 3e5, "rope_scaling": {"type": "yarn", "factor": 4.0}},
     {"rope_theta": 3e5, "rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "rope_theta": 7e5}},

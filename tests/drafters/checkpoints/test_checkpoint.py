@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from support.errors import refused
 from support.models import TEXT_VOCAB, plain_greedy, qwen3_model, random_drafter, save_target
 
-from dflash import DFlashConfig, DFlashDraftModel, DFlashSpeculativeDecoder, load_drafter, load_target, save_drafter
+from dflash import DFlashSpeculativeDecoder, load_drafter, load_target, save_drafter
 from dflash.core.backend import compute_dtype
 from dflash.core.errors import CheckpointError, DFlashError, IncompatibleModelsError
 
@@ -236,11 +236,6 @@ def test_a_damaged_drafter_is_refused_in_one_telling_line(saved, name):
     damage, words = DAMAGE[name]
     damage(saved)
     assert_refused(load_drafter, saved, *words)
-
-
-def test_a_drafter_is_not_made_from_a_bad_config_in_code():
-    with pytest.raises(CheckpointError, match="mask_token_id"):
-        DFlashDraftModel(DFlashConfig(8, 8, 1, 1, 1, vocab_size=4, mask_token_id=4, num_target_layers=4))
 
 
 # --- drafters of other targets ----------------------------------------------------------------------------

@@ -69,15 +69,6 @@ SAME = {
         with_copies(w) | {"d2t": mx.zeros(VOCAB, mx.int64), "t2d": mx.ones(VOCAB, mx.bool_)},
     ),
     "no head_dim": lambda c, w: ({k: v for k, v in c.items() if k != "head_dim"}, w),
-    "rope inside rope_parameters": lambda c, w: (
-        {k: v for k, v in c.items() if k not in ("rope_theta", "rope_scaling")}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
-        w,
-    ),
-    "no theta": lambda c, w: ({k: v for k, v in c.items() if k != "rope_theta"}, w),
-    "theta of rope_parameters": lambda c, w: (
-        c | {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, w
-    ),
     "rope of images": lambda c, w: (c | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}, w),
 }  # fmt: skip
 
@@ -129,22 +120,6 @@ MEANS = {  # packaging of a config: what it means, in plain words of ours
     "softcap 0": (lambda c: c | {"final_logit_softcapping": 0}, {}),
     "pairs of neighbours": (lambda c: c | {"rope_is_neox_style": False}, {"rope_is_neox_style": False}),
     "pairs of neighbours inside": (lambda c: inside(c, is_neox_style=False), {"rope_is_neox_style": False}),
-    "lone type": (
-        lambda c: c | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-        {"rope_scaling": YARN},
-    ),
-    "rope_type before type": (
-        lambda c: c | {"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 4.0}},
-        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    ),
-    "rope_scaling before rope_parameters": (
-        lambda c: c | {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
-        {"rope_scaling": YARN},
-    ),
-    "yarn inside rope_parameters": (
-        lambda c: replaced(c, "rope_theta", rope_parameters=YARN | {"rope_theta": 5000.0}),
-        {"rope_scaling": YARN, "rope_theta": 5000.0},
-    ),
     "original length of the top level": (
         lambda c: c
         | {"rope_scaling": YARN | {"original_max_position_embeddings": 9}, "original_max_position_embeddings": 64},
@@ -172,18 +147,6 @@ def test_what_a_packaging_says_means_the_same_arithmetic(tmp_path, form, plain_l
     np.testing.assert_array_equal(found, logits(write(tmp_path / "plain", *plain(**meaning))))
     if meaning:
         assert np.abs(found - plain_logits).max() > 1e-3, "nothing changed"
-
-
-def test_biases_of_attention_take_part(tmp_path):
-    config, weights = plain(attention_bias=True)
-    assert config["attention_bias"] is True
-    assert "layers.1.self_attn.o_proj.bias" in weights
-    drafts = logits(write(tmp_path / "biased", config, weights))
-    none = {n: mx.zeros_like(w) if n.endswith("bias") else w for n, w in weights.items()}
-    without = logits(write(tmp_path / "zero", config, none))
-    assert np.abs(drafts - without).max() > 1e-3
-    bare = {n: w for n, w in weights.items() if not n.endswith("bias")}
-    np.testing.assert_allclose(without, logits(write(tmp_path / "plain", *plain()[:1], bare)), atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3DSparkModel", "DSparkDraftModel"])

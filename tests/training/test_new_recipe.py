@@ -52,7 +52,7 @@ def test_the_window_is_the_longest_sequence_of_training_unless_it_is_set(folder,
 
 def test_it_trains_as_it_is(proposal, folder):
     text = as_yaml(proposal)
-    short = ["run.evaluate_prompts=1", "run.evaluate_tokens=4"]
+    short = ["run.evaluate_prompts=1", "run.evaluate_tokens=4", "run.steps=2"]
     train(from_yaml(Recipe, text, "there", short))
     assert (folder / "proposed" / "drafter" / "model.safetensors").exists()
 

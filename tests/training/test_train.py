@@ -27,6 +27,7 @@ from dflash.core.errors import DFlashError, StopTraining, TrainingError
 from dflash.core.files import exclusive_lock
 from dflash.training.callbacks import CALLBACKS
 from dflash.training.features import with_target_pass
+from dflash.training.loop.run_folder import read_progress
 from dflash.training.train import cache_features, train
 
 
@@ -102,38 +103,25 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bytes(undisturbed, fo
     assert one == other
 
 
-def test_ctrl_c_saves_exits_with_130_and_the_run_continues_to_the_same_bytes(undisturbed, folder):
-    run, unsaved = folder / "stopped", "run.checkpoint_every=1000"
-
-    def interrupt(run):
-        return lambda line: os.kill(os.getpid(), signal.SIGINT) if line["step"] == 2 else None
-
-    sets = [f"run.folder={run}", unsaved, "run.callbacks=[interrupt-for-a-test]"]
-    with CALLBACKS.temporary("interrupt-for-a-test", interrupt):
-        answer = invoke("train", write_recipe(folder), *(part for o in sets for part in ("--set", o)))
-    assert answer.exit_code == 130, answer.output
-    assert mx.load(str(run / "state.safetensors"), return_metadata=True)[1]["step"] == "3"
-    train(recipe(folder, "stopped", unsaved))
-    assert result(run) == result(undisturbed)
-
-
-def test_a_callback_that_stops_a_run_exits_with_0_and_the_run_continues_to_the_same_bytes(undisturbed, folder):
-    run, unsaved, seen = folder / "stopped-by-callback", "run.checkpoint_every=1000", []
+@pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("StopTraining", 0)])
+def test_a_stopped_run_saves_exits_with_its_code_and_continues_to_the_same_bytes(undisturbed, folder, how, code):
+    run, unsaved, seen = folder / f"stopped-{code}", "run.checkpoint_every=1000", []
 
     def stops_early(run):
         def on_log(line):
             seen.append((mx.array(run.model.fc.weight), int(run.optimizer.step), float(run.optimizer.learning_rate)))
-            if line["step"] == 2:
+            if line["step"] == 2 and how == "Ctrl-C":
+                os.kill(os.getpid(), signal.SIGINT)
+            elif line["step"] == 2:
                 raise StopTraining("held-out loss has not fallen")
 
         return on_log
 
     sets = [f"run.folder={run}", unsaved, "run.callbacks=[stops-for-a-test]"]
-    command = ["train", write_recipe(folder), *(part for o in sets for part in ("--set", o))]
     with CALLBACKS.temporary("stops-for-a-test", stops_early):
-        answer = invoke(*command)
-    assert (answer.exit_code, answer.stdout) == (0, ""), answer.output
-    assert mx.load(str(run / "state.safetensors"), return_metadata=True)[1]["step"] == "3"
+        answer = invoke("train", write_recipe(folder), *(part for o in sets for part in ("--set", o)))
+    assert (answer.exit_code, answer.stdout) == (code, ""), answer.output
+    assert read_progress(run / "state.safetensors").step == 3
     assert not (run / "drafter").exists()
     assert [step for _, step, _ in seen] == [line["step"] for line in read_log(run)]
     assert not mx.array_equal(seen[0][0], seen[-1][0])

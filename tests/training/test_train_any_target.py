@@ -18,7 +18,6 @@ from dflash.training.drafters.loss import drafter_loss
 from dflash.training.drafters.objectives import ObjectiveSettings
 from dflash.training.features import with_target_pass
 from dflash.training.loop.fit import FitSettings, fit
-from dflash.training.loop.gradients import MeanGradient
 from dflash.training.recipe import DataSettings, DrafterShape
 from dflash.training.train import drafter_dtype
 
@@ -65,25 +64,13 @@ def test_a_quantised_target_trains(batches, tmp_path):
     assert all(mx.isfinite(w).all() for w in weights.values())
 
 
-def test_half_precision_computes_gradients_near_those_of_float32_and_keeps_float32_weights(batches):
-    """With a target in bfloat16; one in float16 gets a drafter in float32."""
-    model, results = qwen3_model(1, vocab=32), []
-    model.set_dtype(mx.float16)
-    assert drafter_dtype(LoadedTargetModel(model)) == mx.float32
-    for dtype in (mx.float32, mx.bfloat16):
-        model = qwen3_model(1, vocab=32)
-        model.set_dtype(dtype)
-        target = LoadedTargetModel(model)
-        assert drafter_dtype(target) == dtype
-        drafter = new_drafter(SHAPE, target)
-        batch = with_target_pass(batches, target, drafter.target_layer_ids, False)(0)
-        mean = MeanGradient(drafter, loss_in(dtype), 1)
-        results.append(mean(drafter.trainable_parameters(), iter([batch])))
-    (full, exact), (half, rounded) = results
-    assert half[0] == pytest.approx(full[0], rel=0.05)
-    for (name, a), (_, b) in zip(tree_flatten(exact), tree_flatten(rounded), strict=True):
-        assert b.dtype == mx.float32, name
-        assert mx.linalg.norm(a - b) < 0.2 * mx.linalg.norm(a), name
+@pytest.mark.parametrize(
+    ("dtype", "drafters"), [(mx.float32, mx.float32), (mx.bfloat16, mx.bfloat16), (mx.float16, mx.float32)]
+)
+def test_a_drafter_computes_in_the_targets_dtype_unless_it_overflows_easily(dtype, drafters):
+    model = qwen3_model(1, vocab=32)
+    model.set_dtype(dtype)
+    assert drafter_dtype(LoadedTargetModel(model)) == drafters
 
 
 def test_a_drafter_embeds_as_its_target_does():

@@ -74,26 +74,24 @@ def test_responses_are_found_in_whatever_a_template_makes_of_them(how):
     assert responses_of(turns(*contents), with_template(template)) == expected
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{{ m.content | upper }}",  # rewritten
-        "{{ m.content }}{{ m.content }}",  # repeated
-        "{{ m.content if loop.last or m.role == 'user' }}",  # left out
-    ],
-)
-def test_a_template_that_hides_or_rewrites_a_response_is_refused(content):
-    with pytest.raises(
-        DataError, match=r"line 1: the target's chat template does not show .* in message 2 exactly once"
-    ):
-        encode(turns("q", "one", "r", "two"), with_template(EACH.replace("%s", TURN % content)), True, {})
+NOT_SHOWN = r"line 1: the target's chat template does not show .* in message 2 exactly once"
+MESSAGE = {
+    "rewritten": (EACH.replace("%s", TURN % "{{ m.content | upper }}"), ("q", "one", "r", "two"), NOT_SHOWN),
+    "repeated": (EACH.replace("%s", TURN % "{{ m.content }}{{ m.content }}"), ("q", "one", "r", "two"), NOT_SHOWN),
+    "left out": (
+        EACH.replace("%s", TURN % "{{ m.content if loop.last or m.role == 'user' }}"), ("q", "one", "r", "two"),
+        NOT_SHOWN),
+    "a prompt refused": ("{{ raise_exception('no') }}", ("q",), r"line 1: the target's chat template refuses .* no"),
+    "a response refused": ("{{ raise_exception('no') }}", ("q", "a"), r"the target's chat template refuses .* no"),
+    "nothing": ("", ("q",), "give none"),
+}  # fmt: skip
 
 
-def test_a_template_that_refuses_messages_is_quoted():
-    refuses = with_template("{{ raise_exception('roles must alternate') }}")
-    for talk in (turns("q"), turns("q", "a")):
-        with pytest.raises(DataError, match=r"line 1: the target's chat template refuses .* roles must alternate"):
-            encode(talk, refuses, True, {})
+@pytest.mark.parametrize("how", MESSAGE)
+def test_a_template_that_hides_rewrites_or_refuses_messages_is_told_of_by_the_line(how):
+    template, contents, message = MESSAGE[how]
+    with pytest.raises(DataError, match=message):
+        encode(turns(*contents), with_template(template), True, {})
 
 
 def test_switches_reach_the_template():
@@ -142,8 +140,3 @@ def test_the_tokenizer_of_another_model_is_refused(chat):
     small = LoadedTargetModel(qwen3_model(1, 200, **TINY), byte_tokenizer())
     with pytest.raises(DataError, match=r"line 1: the target knows tokens 0 to 199, .* tokenizer of another model"):
         encode(turns("caf\u00e9 \U0001f642", "b"), small, chat, {})
-
-
-def test_a_template_that_writes_nothing_is_refused():
-    with pytest.raises(DataError, match=r"give none"):
-        encode(turns("q"), with_template(""), True, {})

@@ -60,33 +60,30 @@ def test_a_window_is_that_of_every_layer_and_blocks_see_themselves_both_ways(fol
         new_drafter(replace(shape, options={"sliding_window": 5}), target)
 
 
-@pytest.fixture
-def wide_kind():
+@dataclass(frozen=True)
+class WideConfig(DFlashConfig):
+    width: int = 1
+
+
+class Wide(DFlashDraftModel):
     """A kind with an option of its own."""
 
-    @dataclass(frozen=True)
-    class WideConfig(DFlashConfig):
-        width: int = 1
-
-    class Wide(DFlashDraftModel):
-        config_class = WideConfig
-
-    with drafters.temporary("wide", Wide):
-        yield Wide
+    config_class = WideConfig
 
 
-def test_a_recipe_makes_a_registered_kind_with_its_options(folder, wide_kind):
+def test_a_recipe_makes_a_registered_kind_with_its_options(folder):
     target = dflash.load_target(folder / "target")
-    model = new_drafter(recipe(folder, "x", "drafter.kind=wide", "drafter.options={width: 3}").drafter, target)
-    assert type(model) is wide_kind
-    assert (model.config.width, model.config.block_size) == (3, 4)
-    for option, message in (
-        ("drafter.options={witdh: 3}", r"kind 'wide' has no option 'witdh'; did you mean 'width'\?"),
-        ("drafter.options={block_size: 3}", "set drafter.block_size instead"),
-        ("drafter.kind=wyde", r"Unknown drafter 'wyde'; did you mean 'wide'\?"),
-    ):
-        with pytest.raises(DFlashError, match=message):
-            new_drafter(recipe(folder, "x", "drafter.kind=wide", option).drafter, target)
+    wrong = {
+        "drafter.options={witdh: 3}": r"kind 'wide' has no option 'witdh'; did you mean 'width'\?",
+        "drafter.options={block_size: 3}": "set drafter.block_size instead",
+        "drafter.kind=wyde": r"Unknown drafter 'wyde'; did you mean 'wide'\?",
+    }
+    with drafters.temporary("wide", Wide):
+        model = new_drafter(recipe(folder, "x", "drafter.kind=wide", "drafter.options={width: 3}").drafter, target)
+        assert (type(model), model.config.width, model.config.block_size) == (Wide, 3, 4)
+        for option, message in wrong.items():
+            with pytest.raises(DFlashError, match=message):
+                new_drafter(recipe(folder, "x", "drafter.kind=wide", option).drafter, target)
 
 
 def test_a_kind_that_cannot_be_trained_is_refused(folder):

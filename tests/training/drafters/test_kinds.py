@@ -35,7 +35,6 @@ from dflash.drafters.dspark import DSparkDraftModel
 from dflash.training.drafters.init import drafter_config, new_drafter
 from dflash.training.drafters.loss import drafter_loss, score
 from dflash.training.drafters.objectives import ObjectiveSettings
-from dflash.training.loop.optimizer import is_inner_matrix
 from dflash.training.recipe import DrafterShape
 from dflash.training.train import train
 
@@ -171,12 +170,6 @@ def test_drafters_without_one_of_the_heads_learn_the_rest():
         assert np.isfinite(value)
         heads = {name.split(".")[0] for name in gradients if "head" in name}
         assert heads == {"markov_head" if "markov_rank" not in changes else "confidence_head"}
-
-
-def test_tables_of_tokens_are_no_matrices_of_muons():
-    names = {name for name, w in flat(drafter("dspark").parameters()).items() if is_inner_matrix(name, w)}
-    assert "fc.weight" in names
-    assert not any(name.startswith(("markov_head.markov_w", "confidence_head")) for name in names)
 
 
 def test_a_loss_in_half_precision_leaves_the_weights_and_gives_every_part_its_gradient():

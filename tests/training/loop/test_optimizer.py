@@ -3,7 +3,6 @@
 import math
 
 import mlx.core as mx
-import mlx.optimizers as optim
 import pytest
 from support.runs import recipe
 
@@ -11,7 +10,7 @@ import dflash
 from dflash.core.files import flat
 from dflash.core.settings import SettingsError
 from dflash.training.drafters.init import new_drafter
-from dflash.training.loop.optimizer import AdamWSettings, MuonSettings, Optimizer
+from dflash.training.loop.optimizer import AdamWSettings, MuonSettings, Optimizer, is_inner_matrix
 
 
 def rates(settings: AdamWSettings | MuonSettings, steps: int) -> list[dict[str, float]]:
@@ -65,14 +64,12 @@ def test_muon_takes_the_matrices_inside_a_drafter_and_adamw_the_rest(folder):
     assert not by_adamw & matrices
 
 
-def test_muon_leaves_embeddings_and_heads_to_adamw():
-    parameters = {"embed_tokens": {"weight": mx.ones((3, 2))}, "lm_head": {"weight": mx.ones((3, 2))}}
-    optimizer = Optimizer(parameters, MuonSettings(), 10)
-    assert isinstance(optimizer.inner, optim.MultiOptimizer)
-    assert {name for name in optimizer.state if name.endswith(".m")} == {
-        "states.1.embed_tokens.weight.m",
-        "states.1.lm_head.weight.m",
-    }
+@pytest.mark.parametrize(
+    "table", ["embed_tokens", "lm_head", "markov_head.markov_w1", "confidence_head", "candidate_selector.codebook"]
+)
+def test_muon_leaves_tables_of_tokens_and_heads_to_adamw(table):
+    assert is_inner_matrix("layers.0.mlp.up_proj.weight", mx.ones((3, 2)))
+    assert not is_inner_matrix(f"{table}.weight", mx.ones((3, 2)))
 
 
 def test_adamw_clips_the_gradient_and_corrects_its_bias():

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
@@ -170,7 +169,7 @@ def read_mtp_layer(target: "LoadedTargetModel", folder: Path) -> MTPLayer:
     # it was: then the mean of the layer's own norms is near 0. (The two norms before `fc` are small in either form.)
     published = any(name.endswith("conv1d.weight") and w.shape[-1] != 1 for name, w in stored.items())
     own = [w for name, w in weights.items() if w.ndim == 1 and "norm" in name and "pre_fc" not in name]
-    if published or (own and float(np.array(mx.concatenate(own).astype(mx.float32)).mean()) < 0.5):
+    if published or (own and (mx.concatenate(own).astype(mx.float32).mean() < 0.5).item()):
         weights = {name: w + 1 if w.ndim == 1 and "norm" in name else w for name, w in weights.items()}
     model = new_mtp_layer(target)
     load_weights(model, _joined_experts(weights), config, folder)

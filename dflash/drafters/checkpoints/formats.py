@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...core.errors import CheckpointError
-from .unsupported import DOMINO_SIZES, is_off, is_supported_value, refuse_architecture, refuse_key
+from .unsupported import DOMINO_SIZES, is_neutral, refuse_architecture, refuse_key
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def _refuse_unknown_inside(left: Values, known: Collection[str]) -> None:
     """Of ``dflash_config``, what is ``left`` after everything that is known was read."""
     for name, value in left.items():
         note = _NOTES.fullmatch(name) or (name == "mask_token" and isinstance(value, str))
-        if not (note or is_off(value) or is_supported_value(name, value)):
+        if not (note or is_neutral(name, value)):
             raise CheckpointError(f"dflash_config: unknown key {name!r}{_nearest(name, known) or '.'}")
 
 

@@ -134,15 +134,13 @@ def _checked(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     mode = options.get("mode", "affine")
     group_size, bits = usual(mode)
     scheme = {"group_size": options.get("group_size", group_size), "bits": options.get("bits", bits), "mode": mode}
-    sizes = scheme["group_size"], scheme["bits"]
-    whole = all(type(size) is int for size in sizes)
-    fits = whole and sizes[0] in (32, 64, 128) and sizes[1] in (2, 3, 4, 5, 6, 8)
-    if mode != "affine":
-        fits = (scheme["group_size"], scheme["bits"]) == MODES[mode]
+    given = scheme["group_size"], scheme["bits"]
+    fits, expected = given == MODES[mode], f"bits {bits} and group size {group_size}"
+    if mode == "affine":
+        whole = all(type(size) is int for size in given)
+        fits = whole and given[0] in (32, 64, 128) and given[1] in (2, 3, 4, 5, 6, 8)
+        expected = "bits 2, 3, 4, 5, 6 or 8 and a group size of 32, 64 or 128"
     if not fits:
-        expected = f"bits {bits} and group size {group_size}"
-        if mode == "affine":
-            expected = "bits 2, 3, 4, 5, 6 or 8 and a group size of 32, 64 or 128"
         raise CheckpointError(
             f"The quantisation of {what} has bits {scheme['bits']!r} and group size {scheme['group_size']!r}; "
             f"mode {mode!r} needs {expected}."

@@ -101,28 +101,18 @@ _TENSORS = (
 
 def refuse_key(name: str, value: Any) -> None:
     """Raise ``CheckpointError`` if ``value`` of the config key ``name`` asks for something unsupported."""
-    if name in _KEYS_BY_VALUE:
-        neutral, what = _KEYS_BY_VALUE[name]
-        if value in neutral:
-            return
-        if name == "projector_type" and isinstance(value, str):
-            what = _ALGORITHMS.get(value, what)
-    elif name in _KEYS:
-        if is_off(value):
-            return
-        what = _KEYS[name]
-    else:
+    what = _KEYS_BY_VALUE[name][1] if name in _KEYS_BY_VALUE else _KEYS.get(name)
+    if what is None or is_neutral(name, value):
         return
+    if name == "projector_type":
+        what = _ALGORITHMS.get(str(value), what)
     raise CheckpointError(f"config.json: {name} {short(value)} is not supported; it means {what}.")
 
 
-def is_supported_value(name: str, value: Any) -> bool:
-    """Whether ``name`` is a key of which some values are supported, and ``value`` is one of them."""
-    return name in _KEYS_BY_VALUE and value in _KEYS_BY_VALUE[name][0]
-
-
-def is_off(value: Any) -> bool:
-    """Whether a switch with this value is off."""
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether ``value`` of the key ``name`` asks for nothing: one of the values that are supported, or a switch off."""
+    if name in _KEYS_BY_VALUE:
+        return value in _KEYS_BY_VALUE[name][0]
     return any(value is off or (value == off and not isinstance(value, bool)) for off in _OFF)
 
 

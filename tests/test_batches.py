@@ -252,7 +252,7 @@ def test_a_sampler_of_ones_own_gets_one_position_at_a_time(decoder):
 @pytest.mark.parametrize(("cost_of_a_token", "pays"), [(0.001, True), (0.3, False)], ids=["memory bound", "busy"])
 def test_where_no_length_pays_for_so_many_rows_the_steps_are_mlx_lms_own(monkeypatch, cost_of_a_token, pays):
     target, drafter = LoadedTargetModel(qwen3_model(3, TEXT_VOCAB), wrapped_tokenizer()), Script([], [], TEXT_VOCAB)
-    decoder = DFlashSpeculativeDecoder(target, drafter, max_tokens=64)
+    decoder = DFlashSpeculativeDecoder(target, drafter, max_tokens=48)
     prompts = [target.build_prompt(prompt) for prompt in PROMPTS]
     drafter.texts = [decoder.spec_generate(prompt, policy=0, stop_token_ids=[]).tolist()[0] for prompt in prompts]
     drafter.chances = [0.3] * len(prompts)

@@ -19,7 +19,7 @@ from mlx_lm.server import Response, _format_top_logprobs
 
 from ..batches import ALONE, tapped
 from ..core.errors import IncompatibleModelsError, one_line
-from ..decoding.batch import RowBlock, SpeculativeGenerator
+from ..decoding.batch import RowBlock, SpeculativeGenerator, Tapped
 from ..decoding.sampling import Sampler
 from ..decoding.stream import Answer, DFlashResponse, Step
 from ..options import DecodeOptions
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..generate import DFlashSpeculativeDecoder
     from ..prompts.prompt_cache import PromptCache
     from .caches import PromptCaches
+    from .counts import Metrics
     from .http import Handler
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Job:
     cache: "PromptCache"
     logprobs: int | None
     batchable: bool
-    recorder: "Recorder | None" = None
+    sampled: "Sampled | None" = None
 
     def __post_init__(self) -> None:
         self._begun = len(self.tokens)
@@ -82,31 +83,23 @@ class Engine:
     Args:
         decoder: Its policy, caches and prompt steps hold for all requests.
         store: Keeps prompt caches.
-        count: Is told of every step.
-        ended: Is told of every request before its client hears the end.
+        metrics: Count every step, and every request before its client hears the end.
         most: Most requests that are decoded at once.
     """
 
-    def __init__(
-        self,
-        decoder: "DFlashSpeculativeDecoder",
-        store: "PromptCaches",
-        count: Callable[[DFlashResponse], None],
-        ended: Callable[[Job], None],
-        most: int,
-    ):
+    def __init__(self, decoder: "DFlashSpeculativeDecoder", store: "PromptCaches", metrics: "Metrics", most: int):
         self.decoder, self.jobs = decoder, list[Job]()
-        self._store, self._count, self._ended, self._most = store, count, ended, most
+        self._store, self._metrics, self._most = store, metrics, most
         self._loop: Generator[Step | None, None, None] | None = None
         self._batch: SpeculativeGenerator | None = None
         self._rows: dict[int, Job] = {}
-        self._options = decoder._request_options({})
-        self._model = None
-        alone = [name for name in ALONE if name in self._options.asked()]
+        self._model: Tapped | None = None
+        options = decoder._request_options({})
+        alone = [name for name in ALONE if name in options.asked()]
         try:
             if most > 1 and not alone:
                 decoder.make_prompt_cache().row()
-                self._model = tapped(decoder, self._options)
+                self._model = tapped(decoder, options)
         except IncompatibleModelsError as error:
             alone = [one_line(error)]
         if alone:
@@ -162,8 +155,8 @@ class Engine:
             yield None
         options = replace(job.options, max_tokens=job.left, prompt_cache=job.cache)
         if job.logprobs is not None:
-            job.recorder = Recorder(options.build_sampler(self.decoder.tokenizer))
-            options = replace(options, sampler=job.recorder, temp=0, top_p=0, min_p=0, top_k=0, xtc_probability=0)
+            job.sampled = Sampled(options.build_sampler(self.decoder.tokenizer))
+            options = replace(options, sampler=job.sampled, temp=0, top_p=0, min_p=0, top_k=0, xtc_probability=0)
         yield from self.decoder._steps(list(job.tokens), options)
 
     def _close_loop(self) -> None:
@@ -237,7 +230,7 @@ class Engine:
         job.tokens += step.tokens
         response = job.answer.add(step)
         job.client.steps.append(response)
-        self._count(response)
+        self._metrics.step(response)
         for told in _told(job, response, self.decoder.tokenizer):
             job.respond(told)
         return response.finish_reason is not None
@@ -247,7 +240,7 @@ class Engine:
 
         ``row`` is the last block of one that the batch has let go.
         """
-        self._ended(job)
+        self._metrics.add("request_success", 1, job.finish)
         for told in [error] if error else _end_of_answer(job.finish):
             job.respond(told)
         keep = error is None or isinstance(error, ConnectionError)
@@ -279,11 +272,11 @@ def _told(job: Job, response: DFlashResponse, tokenizer: Any) -> Iterator[Respon
 
     The text of a step comes with its last token.
     """
-    if job.recorder is None or not response.tokens:
+    if job.sampled is None or not response.tokens:
         yield _response(response.text)
         return
     texts = [""] * (len(response.tokens) - 1) + [response.text]
-    for text, token, row_V in zip(texts, response.tokens, job.recorder.rows_of(response), strict=True):
+    for text, token, row_V in zip(texts, response.tokens, job.sampled.rows_of(response), strict=True):
         likeliest = _format_top_logprobs(row_V, job.logprobs or 0, tokenizer)
         yield _response(text, None, token, cast(float, row_V[token].item()), likeliest)
 
@@ -300,7 +293,7 @@ def _response(text: str, finish: str | None = None, token: int = 0, logprob: flo
     return Response(text, token, logprob, finish, top)
 
 
-class Recorder:
+class Sampled:
     """A sampler that keeps the log-probabilities ``[V]`` that it sampled from, until their tokens are certain."""
 
     def __init__(self, sampler: Sampler):

@@ -209,9 +209,7 @@ class Generator(server.ResponseGenerator):
     def _use(self, name: str, decoder: "DFlashSpeculativeDecoder", about: dict[str, str]) -> None:
         """Serve ``decoder`` under a name from now on; ``about`` is what /v1/models tells of it."""
         self._drop()  # caches hold the context of the drafter before
-        self.engine = Engine(
-            decoder, self.prompt_cache, self.metrics.step, self._ended, self.serving.decode_concurrency
-        )
+        self.engine = Engine(decoder, self.prompt_cache, self.metrics, self.serving.decode_concurrency)
         self.name = name
         self.about[name] = {"max_model_len": decoder.max_seq_length, **about}
 
@@ -259,10 +257,6 @@ class Generator(server.ResponseGenerator):
             logprobs=args.top_logprobs if args.logprobs or args.top_logprobs > 0 else None,
             batchable=_batchable(args),
         )
-
-    def _ended(self, job: Job) -> None:
-        """Called before a client is told the end of its answer."""
-        self.metrics.add("request_success", 1, job.finish)
 
 
 def _batchable(args: Any) -> bool:

@@ -231,7 +231,7 @@ def test_no_row_is_fed_beyond_the_positions_of_the_target(monkeypatch):
 EVENTS = ("ends", "joins", "removed", "long prompts")
 SOME = [
     *((name, 3, "ragged", "greedy", EVENTS, "blocks and plain steps") for name in ROW_TARGETS),
-    *((name, 2, "ragged", "greedy", ("long prompts",), "whole blocks") for name in EVERY_CLASS),
+    ("recurrent and attention in a layer", 2, "ragged", "greedy", ("long prompts",), "whole blocks"),
     ("full", 1, "all", "greedy", ("ends",), "whole blocks"),
     ("full and sliding", 5, "all", "scripted draws", ("ends", "removed"), "whole blocks"),
     ("full", 5, "none", "repetition penalty", ("ends", "long prompts"), "blocks and plain steps"),

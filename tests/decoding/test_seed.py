@@ -10,7 +10,6 @@ from support.models import ScriptedDrafter, qwen3_model, target
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy
 from dflash.adapters.conformance import small_models as small
 from dflash.decoding import verify
-from dflash.decoding.sampling import sample_rows
 
 PROMPT, COUNT, SEED, TEMP = [3, 1, 4, 1, 5], 36, 2**40 + 7, 0.8
 
@@ -133,14 +132,3 @@ def test_a_text_that_ends_within_a_block_leaves_the_random_state_of_its_last_tok
         got = drafted(loaded, text, 1.0, stop_token_ids=[stop], policy=policy)
         assert got == text[:length]
         assert mx.random.state[0].tolist() == expected
-
-
-def test_rows_are_drawn_as_one_after_another():
-    logprobs, sampler = mx.random.normal((5, 40), key=mx.random.key(1)), make_sampler(1.0)
-    mx.random.seed(3)
-    one_by_one = [(sampler(row[None]).item(), mx.random.state[0].tolist()) for row in logprobs]
-    mx.random.seed(3)
-    tokens, states = sample_rows(sampler, logprobs)
-    assert list(zip(tokens.tolist(), [state.key.tolist() for state in states], strict=True)) == one_by_one
-    states[1].restore()
-    assert sample_rows(sampler, logprobs[2:])[0].tolist() == [token for token, _ in one_by_one[2:]]

@@ -115,11 +115,3 @@ def test_nothing_comes_after_a_stop_string():
     assert stream.stopped
     assert stream.add(tokenizer.encode("more")) == ("", [])
     assert stream.finish() == ("", [])
-
-
-def test_a_half_stop_string_comes_when_the_text_ends():
-    tokenizer = byte_tokenizer()
-    stream = TextStream(wrapped_tokenizer().detokenizer, ["stop!"])
-    assert stream.add(tokenizer.encode("non-stop")) == ("non-", tokenizer.encode("non-s"))
-    assert stream.finish() == ("stop", tokenizer.encode("top"))
-    assert not stream.stopped

@@ -145,7 +145,7 @@ def test_conversations_with_caches_that_cannot_go_back(here, kind):
     first = check("3 1 5", ask("3 1 5"), False)
     texts = ["3 1 4", "1 5 9 2 6 5 3", "7", first]
     with ThreadPoolExecutor(4) as pool:
-        for turn in (" ", " 9 2 6", " 5 3 5"):
+        for turn in (" ", " 9 2 6"):
             texts = [text + turn for text in texts]
             answers = list(pool.map(ask, texts))
             known = [turn.strip() or text == texts[3] for text in texts]

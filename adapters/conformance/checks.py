@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -47,7 +48,20 @@ class FullTrial(Trial):
     @cached_property
     def plain(self) -> tuple[list[int], list[float]]:
         """What the model's own call writes after :attr:`prompt`, and each token's lead over the second best."""
-        return _plain_greedy(self)
+        model, cache = self.target.model, self.target.make_cache(**self.cache_options)
+        tokens: list[int] = []
+        leads: list[float] = []
+        cache.set_in_prompt(True)
+        model(mx.array([self.prompt[:-1]]), cache=cache)
+        cache.set_in_prompt(False)
+        inputs = mx.array([self.prompt[-1:]])
+        for _ in self.right:
+            logits = model(inputs, cache=cache)[0, -1].astype(mx.float32)
+            second, best = cast(list[float], mx.sort(logits)[-2:].tolist())
+            tokens.append(int(mx.argmax(logits)))
+            leads.append(best - second)
+            inputs = mx.array([tokens[-1:]])
+        return tokens, leads
 
 
 def _chunks(trial: Trial) -> None:
@@ -66,15 +80,8 @@ def _chunks(trial: Trial) -> None:
 # --- decoding --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class TokenCount:
-    """A drafter's cache that only counts tokens."""
-
-    offset: int = 0
-
-
 class ScriptedDrafter:
-    """Drafts the plain greedy text, of which each token is right with its own chance."""
+    """Drafts the plain greedy text, each token rightly with its own chance; if not, the right one comes second."""
 
     block_size = BLOCK
     target_layer_ids: tuple[int, ...] = ()
@@ -88,25 +95,18 @@ class ScriptedDrafter:
     def bind(self, target: LoadedTargetModel) -> None:
         """Nothing of the target is used."""
 
-    def make_cache(self) -> "TokenCount":
-        return TokenCount()
+    def make_cache(self) -> SimpleNamespace:
+        return SimpleNamespace(offset=0)
 
-    def extend_context(self, features: mx.array, cache: "TokenCount", tokens: mx.array) -> None:
+    def extend_context(self, features: mx.array, cache: SimpleNamespace, tokens: mx.array) -> None:
         cache.offset += tokens.shape[1]
 
-    def propose(self, anchor: mx.array, length: int, cache: "TokenCount") -> Proposal:
-        drafted = slice(cache.offset + 1, cache.offset + 1 + length)
-        wrong = [self.chance.random() >= right for right in self.right[drafted]]
-        return Proposal(mx.array([[(t + w) % self.vocab for t, w in zip(self.text[drafted], wrong, strict=True)]]))
-
-
-class UnsureDrafter(ScriptedDrafter):
-    """The same with logits: where the first choice is wrong, the correct token is the second."""
-
-    def propose(self, anchor: mx.array, length: int, cache: TokenCount) -> Proposal:
+    def propose(self, anchor: mx.array, length: int, cache: SimpleNamespace) -> Proposal:
         """Drafts with logits, from which a tree can be grown."""
-        drafts_1N = super().propose(anchor, length, cache).tokens
-        right_1N = mx.array([self.text[cache.offset + 1 :][:length]])
+        drafted = slice(cache.offset + 1, cache.offset + 1 + length)
+        right_1N = mx.array([self.text[drafted]])
+        wrong_1N = mx.array([[self.chance.random() >= right for right in self.right[drafted]]])
+        drafts_1N = (right_1N + wrong_1N) % self.vocab
         ids_V = mx.arange(self.vocab)
         logits = mx.where(drafts_1N[..., None] == ids_V, 5.0, mx.where(right_1N[..., None] == ids_V, 4.0, 0.0))
         return Proposal(drafts_1N, logits)
@@ -124,7 +124,7 @@ def _trees(trial: FullTrial) -> None:
     except IncompatibleModelsError as error:
         trial.skipped = one_line(error, limit=1000)
         return
-    drafter = TreeDrafter(UnsureDrafter(trial), NODES)
+    drafter = TreeDrafter(ScriptedDrafter(trial), NODES)
     _compare_text(trial, cast(Drafter, drafter), f"trees of {NODES} drafts")
 
 
@@ -139,24 +139,6 @@ def _compare_text(trial: FullTrial, drafter: Drafter, what: str) -> None:
             break  # a near tie: plain decoding itself depends on rounding here
         if ours != plain:
             raise Mismatch(f"token {i} is {ours}, plain decoding writes {plain} ({what})")
-
-
-def _plain_greedy(trial: FullTrial) -> tuple[list[int], list[float]]:
-    """Tokens one by one from the model's own call, and each token's lead over the second best."""
-    model, cache = trial.target.model, trial.target.make_cache(**trial.cache_options)
-    tokens: list[int] = []
-    leads: list[float] = []
-    cache.set_in_prompt(True)
-    model(mx.array([trial.prompt[:-1]]), cache=cache)
-    cache.set_in_prompt(False)
-    inputs = mx.array([trial.prompt[-1:]])
-    for _ in trial.right:
-        logits = model(inputs, cache=cache)[0, -1].astype(mx.float32)
-        second, best = cast(list[float], mx.sort(logits)[-2:].tolist())
-        tokens.append(int(mx.argmax(logits)))
-        leads.append(best - second)
-        inputs = mx.array([tokens[-1:]])
-    return tokens, leads
 
 
 # --- the model itself ------------------------------------------------------------------------------------

@@ -210,21 +210,20 @@ class DFlashConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """This config as a published ``config.json``."""
-        flat = asdict(self)
-        defaults, own = {f.name: f.default for f in fields(self)}, {name: flat[name] for name in self.inside}
-        inner = {name: flat.pop(name) for name in _INSIDE}
-        inner = {name: value for name, value in inner.items() if value != defaults[name]}
-        inner |= {name: flat.pop(name) for name in ("mask_token_id", "target_layer_ids")}
-        own = {name: value for name, value in own.items() if value not in (None, ())}
-        flat = {name: value for name, value in flat.items() if name not in self.inside}
-        flat = {name: value for name, value in flat.items() if name not in _OPTIONAL or value != defaults[name]}
-        rope = {} if self.rope_parameters else {"rope_scaling": flat.pop("rope_scaling")}
+        values, defaults = asdict(self), {f.name: f.default for f in fields(self)}
+        usual = {name for name, value in values.items() if value == defaults[name]}
+        inner = {name: values[name] for name in _INSIDE if name not in usual}
+        inner |= {name: values[name] for name in ("mask_token_id", "target_layer_ids")}
+        inner |= {name: values[name] for name in self.inside if values[name] not in (None, ())}
+        left_out = {*inner, *_INSIDE, *self.inside, *(usual & _OPTIONAL)}
+        outer = {name: value for name, value in values.items() if name not in left_out}
+        rope = {} if self.rope_parameters else {"rope_scaling": outer.pop("rope_scaling")}
         return {
             "architectures": [self.architecture],
-            "dflash_config": {**self.inner_labels, **inner, **own},
+            "dflash_config": {**self.inner_labels, **inner},
             **rope,
             "tie_word_embeddings": True,
-            **flat,
+            **outer,
         }
 
 

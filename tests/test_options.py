@@ -3,7 +3,7 @@
 import logging
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import mlx.core as mx
 import pytest
@@ -262,3 +262,11 @@ def test_none_is_the_default_of_every_option_and_temperature_is_mlx_lms_name_of_
     assert DecodeOptions(**{field.name: None for field in fields(DecodeOptions)}) == DecodeOptions()
     assert DecodeOptions(repetition_penalty=None, seed=3).given() == {"seed": 3}
     assert decode_options({"temperature": 0.5, "top_k": None}) == DecodeOptions(temp=0.5)
+
+
+def test_finished_texts_tell_what_is_right_unless_an_option_changes_texts_or_drafts():
+    full = DecodeOptions(policy="full", seed=5, max_tokens=3, stop_token_ids=[3], prefill_step_size=4)
+    assert full.on_texts
+    changes = {"temp": 0.5, "policy": 2, "tree": 4, "stop_strings": ["x"], "repetition_penalty": 1.2, "max_kv_size": 64}
+    for name, value in (changes | {"trace": print}).items():
+        assert not replace(full, **{name: value}).on_texts, name

@@ -23,6 +23,7 @@ from . import (
     chat,
     data,
     decode,
+    doctor,
     evaluate,
     fit,
     imports,
@@ -98,8 +99,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for part in (
-    decode, chat, serve, prompt_cache, bench, evaluate, texts, imports, data, fit, adapt, training, study, report,
-    quantize,
+    decode, chat, serve, prompt_cache, bench, doctor, evaluate, texts, imports, data, fit, adapt, training, study,
+    report, quantize,
 ):  # fmt: skip
     app.add_typer(part.app)  # without a name: its commands stand next to each other
 app.add_typer(adapters.app, name="adapters")

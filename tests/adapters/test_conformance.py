@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from dflash import LoadedTargetModel
-from dflash.adapters.conformance import check
+from dflash.adapters.conformance import check, run_checks
 from dflash.adapters.conformance import small_models as small
+from dflash.adapters.conformance.checks import RIGHT, FullTrial, decoding_is_plain
 from dflash.adapters.llama import LlamaAdapter
 from dflash.core.files import flat
 from dflash.target import rewind
@@ -42,7 +43,8 @@ def test_every_kind_of_cache_and_of_weights_passes(name, bits, options):
     if bits:
         nn.quantize(model, group_size=32, bits=bits)
         assert any(array.dtype == mx.uint32 for array in flat(model.parameters()).values())
-    assert check(model, ROUNDS, **options).failure == ""
+    trial = FullTrial(LoadedTargetModel(model), ROUNDS, cache_options=options, wrap=True, right=RIGHT[::2])
+    assert [found for found in run_checks(trial) if not found.passed] == []
 
 
 def counters_only(cache, rejected):
@@ -62,6 +64,14 @@ def test_a_rewind_that_leaves_a_trace_is_found(name, place, wrong, monkeypatch):
     trial = Trial(LoadedTargetModel(small.build(name)), rounds=40)
     with pytest.raises(Mismatch, match=r"round \d+, \d+ of \d+ kept"):
         TRIAL["rejected tokens leave no trace"](trial)
+
+
+def test_a_text_that_differs_from_the_plain_one_is_found():
+    trial = FullTrial(LoadedTargetModel(small.build("qwen3")))
+    text, leads = trial.plain
+    trial.plain = [*text[:40], (text[40] + 1) % small.VOCAB, *text[41:]], leads
+    with pytest.raises(Mismatch, match=rf"token 40 is {text[40]}, plain decoding writes"):
+        decoding_is_plain(trial)
 
 
 def test_a_prompt_is_fed_in_chunks_beyond_the_longest_window():

@@ -124,6 +124,7 @@ def test_a_plain_server_gets_a_drafter(here, decoder, other):
 
 
 def test_a_hangup_loads_the_folder_again_and_ctrl_c_ends_the_process(other, damaged, decoder, tmp_path):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
     folder = tmp_path / "mine"
     shutil.copytree(PAIR / "drafter", folder)
     models = ("--target", str(PAIR / "target"), "--drafter", str(folder), "--served-model-name", "bundled")

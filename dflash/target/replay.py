@@ -19,7 +19,7 @@ from .ring import RowsCache
 
 
 def _remember(cache: Any) -> list[dict[str, Any]]:
-    """The state of each member, by reference: its lists are changed in place, its arrays only after its offset."""
+    """Each member's attributes. Lists are changed in place; arrays are replaced, or written to past the offset only."""
     return [{name: list(v) if isinstance(v, list) else v for name, v in _state(m).items()} for m in members(cache)]
 
 

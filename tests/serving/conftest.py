@@ -24,7 +24,14 @@ from dflash.serving import server as serving_server
 from dflash.serving.models import Served
 from dflash.serving.options import ServeOptions
 
-QUESTION = "Tom has 12 pears. He buys 3 bags with 4 pears each. How many pears does he have?"
+QUESTIONS = [
+    "Tom has 12 pears. He buys 3 bags with 4 pears each. How many pears does he have?",
+    "Return the longest word of a sentence.",
+    "How can I keep the numbers of at least 9 in a given list in Python?",
+    "Write a function that keeps the even numbers, squares each and returns the sum.",
+    "Hi",
+]
+QUESTION = QUESTIONS[0]
 
 
 class Gate(Policy):

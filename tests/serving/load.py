@@ -13,7 +13,7 @@ from collections import Counter
 
 import dflash
 
-from .conftest import QUESTION, Server, process, until
+from .conftest import QUESTIONS, Server, process, until
 
 CLIENTS = 8
 KINDS = [
@@ -24,7 +24,6 @@ KINDS = [
     ({"temperature": 0.8, "seed": 7}, {"temperature": 0.8, "seed": 7}),
     ({"logprobs": True}, {}),
 ]
-ASKED = [QUESTION, "Return the longest word of a sentence.", "Write a function that adds two numbers.", "Hi"]
 
 
 class Load:
@@ -38,7 +37,7 @@ class Load:
     def client(self, number: int) -> None:
         random_ = random.Random(number)
         while time.monotonic() < self.end:
-            kind, question = random_.randrange(len(KINDS)), random_.randrange(len(ASKED))
+            kind, question = random_.randrange(len(KINDS)), random_.randrange(len(QUESTIONS))
             act = random_.choices([self.whole, self.streamed, self.leaves, self.new, self.nonsense], [4, 4, 3, 2, 1])[0]
             try:
                 act(kind, question, random_)
@@ -47,14 +46,14 @@ class Load:
                 self.wrong.append(f"{act.__name__}: {type(error).__name__}: {error}")
 
     def whole(self, kind: int, question: int, _: random.Random) -> None:
-        self.check(self.server.text(ASKED[question], max_tokens=48, **KINDS[kind][0]), kind, question)
+        self.check(self.server.text(QUESTIONS[question], max_tokens=48, **KINDS[kind][0]), kind, question)
 
     def streamed(self, kind: int, question: int, _: random.Random) -> None:
-        pieces = self.server.chat(ASKED[question], max_tokens=48, stream=True, **KINDS[kind][0])
+        pieces = self.server.chat(QUESTIONS[question], max_tokens=48, stream=True, **KINDS[kind][0])
         self.check("".join(piece.choices[0].delta.content or "" for piece in pieces), kind, question)
 
     def leaves(self, kind: int, question: int, random_: random.Random) -> None:
-        asked = {"prompt": ASKED[question] * 20, "max_tokens": 200, "stream": bool(kind % 2)}
+        asked = {"prompt": QUESTIONS[question] * 20, "max_tokens": 200, "stream": bool(kind % 2)}
         with self.server.open(asked):
             time.sleep(random_.random() / 2)
 
@@ -68,7 +67,7 @@ class Load:
 
     def check(self, text: str, kind: int, question: int) -> None:
         if text != self.known[kind, question]:
-            self.wrong.append(f"{KINDS[kind][0]}, {ASKED[question]!r}: {text!r}")
+            self.wrong.append(f"{KINDS[kind][0]}, {QUESTIONS[question]!r}: {text!r}")
 
 
 def resident(server: Server) -> int:
@@ -80,9 +79,9 @@ def run(seconds: float) -> tuple[Counter[str], list[str], list[int]]:
     """Answers by kind, what went wrong, and the server's memory in kilobytes, ten times."""
     decoder = dflash.DFlashSpeculativeDecoder.from_pretrained(max_seq_length=2000)
     known = {
-        (kind, question): decoder.generate(ASKED[question], 48, **KINDS[kind][1])
+        (kind, question): decoder.generate(QUESTIONS[question], 48, **KINDS[kind][1])
         for kind in range(len(KINDS))
-        for question in range(len(ASKED))
+        for question in range(len(QUESTIONS))
     }
     with process("--max-seq-length", "2000", "--prompt-cache-bytes", str(20 << 20)) as server:
         load = Load(server, known, time.monotonic() + seconds)

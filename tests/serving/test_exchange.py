@@ -14,10 +14,9 @@ from dflash.bundled import REAL
 from dflash.models import ModelOptions
 from dflash.target.load import PAIR
 
-from .conftest import QUESTION, endless, process, until
+from .conftest import QUESTION, QUESTIONS, endless, process, until
 
 KEY = {"Authorization": "Bearer secret"}
-OTHERS = ["Return the longest word of a sentence.", "And the odd ones?", "def total(values):"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def told(server) -> str:
 
 def test_texts_of_requests_in_flight_do_not_change(here, decoder, other):
     server = here(admin_key="secret")
-    asked = [QUESTION, *OTHERS] * 3
+    asked = QUESTIONS[:4] * 3
     with ThreadPoolExecutor(4) as pool:
         texts = [pool.submit(server.text, question, max_tokens=16) for question in asked]
         for drafter in (other, PAIR / "drafter"):
@@ -56,7 +55,7 @@ def test_a_new_drafter_reads_the_conversation_itself(here, decoder, other):
     """What is kept of a conversation holds the context of the drafter before."""
     server, messages = here(admin_key="secret"), [{"role": "user", "content": QUESTION}]
     first = server.text(messages, max_tokens=16)
-    turn = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": OTHERS[0]}]
+    turn = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": QUESTIONS[1]}]
     assert exchange(server, str(other))[0] == 200
     answers = [server.chat(turn, max_tokens=16) for _ in range(2)]
     alone = dflash.DFlashSpeculativeDecoder(decoder.loaded_target, dflash.load_drafter(other))

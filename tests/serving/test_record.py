@@ -17,9 +17,7 @@ from dflash.training.data.join import join
 from dflash.training.data.split import HeldoutRule
 from dflash.training.data.text import read_dataset
 
-from .conftest import QUESTION, endless, process, until
-
-OTHER = "Return the longest word of a sentence."
+from .conftest import QUESTION, QUESTIONS, endless, process, until
 
 
 def lines(folder: Path) -> list[dict]:
@@ -81,7 +79,7 @@ NOT_KEPT = [
     {"store": False},
     {"messages": [{"role": "user", "content": "My number is 555-1234."}]},
     {"messages": [{"role": "system", "content": "Call 555-1234."}, {"role": "user", "content": "Hi"}]},
-    {"messages": [{"role": "user", "content": OTHER}], "max_tokens": 30},  # the answer holds it
+    {"messages": [{"role": "user", "content": QUESTIONS[1]}], "max_tokens": 30},  # the answer holds it
     {"max_tokens": 0},
     {"logit_bias": {"99999": 1}},
 ]
@@ -89,7 +87,7 @@ NOT_KEPT = [
 
 def test_what_was_not_to_be_kept_and_what_failed_is_not(here, decoder, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    assert "longest_words" in decoder.generate(OTHER, 30)
+    assert "longest_words" in decoder.generate(QUESTIONS[1], 30)
     (tmp_path / "patterns").write_text(r"\d{3}-\d{4}" + "\n\n" + r"\blongest_words\b" + "\n", encoding="utf-8-sig")
     server = here(record=tmp_path / "record", redact=tmp_path / "patterns")
     for body in NOT_KEPT:

@@ -18,15 +18,8 @@ from dflash.models import ModelOptions
 from dflash.target.ring import RowsCache
 
 from . import load
-from .conftest import QUESTION, Gate, answered, endless, until
+from .conftest import QUESTIONS, Gate, answered, endless, until
 
-QUESTIONS = [
-    QUESTION,
-    "Return the longest word of a sentence.",
-    "How can I keep the numbers of at least 9 in a given list in Python?",
-    "Write a function that keeps the even numbers, squares each and returns the sum.",
-    "Hi",
-]
 KINDS = [
     {},
     {"stop": ["."]},

@@ -26,19 +26,15 @@ def quantized(model: nn.Module, **options) -> nn.Module:
     return model
 
 
+WHOLE_GROUPS = {"intermediate_size": 64, "head_dim": 32}
 HEADS = {
     "tied": lambda: qwen3_model(1),
     "own": lambda: qwen3_model(1, tied=False),
     "biased": lambda: with_bias(qwen3_model(1, tied=False)),
-    "tied, quantised": lambda: quantized(qwen3_model(1, intermediate_size=64, head_dim=32), group_size=32, bits=4),
-    "own, quantised": lambda: quantized(
-        qwen3_model(1, tied=False, intermediate_size=64, head_dim=32), group_size=32, bits=8
-    ),
-    "own, mxfp4": lambda: quantized(
-        qwen3_model(1, tied=False, intermediate_size=64, head_dim=32), group_size=32, bits=4, mode="mxfp4"
-    ),
+    "tied, quantised": lambda: quantized(qwen3_model(1, **WHOLE_GROUPS), group_size=32, bits=4),
+    "own, mxfp4": lambda: quantized(qwen3_model(1, tied=False, **WHOLE_GROUPS), group_size=32, bits=4, mode="mxfp4"),
     "biased, quantised": lambda: quantized(
-        with_bias(qwen3_model(1, tied=False, intermediate_size=64, head_dim=32)), group_size=32, bits=4
+        with_bias(qwen3_model(1, tied=False, **WHOLE_GROUPS)), group_size=32, bits=8
     ),
     "capped": lambda: small.build("gemma2"),
     "found by the generic adapter": lambda: small.build("cohere"),
@@ -65,7 +61,7 @@ def test_the_head_of_an_adapter_that_overrides_it_and_a_table_of_another_class_a
         def __call__(self, x):
             return super().__call__(x) ** 2
 
-    adapter, hidden = Doubled(small.build("gemma2")), mx.random.normal((1, 4, 32))
+    adapter = Doubled(small.build("gemma2"))
     hidden = mx.random.normal((1, 4, adapter.hidden_size))
     assert mx.array_equal(adapter.head_rows(IDS)(hidden), adapter.head(hidden)[..., IDS]).item()
     model = qwen3_model(1, tied=False)

@@ -80,11 +80,11 @@ def test_a_random_life_of_a_batch(name):
 def test_other_drafters_draft_text_by_text():
     ngram = for_batches(NgramDrafter())
     assert isinstance(ngram, TextByText)
-    rows = [layer[0].merge(list(layer)) for layer in zip(ngram.make_layers(), ngram.make_layers(), strict=True)]
-    tokens = mx.array([[1, 2, 3, 4, 1, 2, 3], [5, 6, 7, 8, 9, 3, 2]])
-    ngram.extend_rows(mx.zeros((2, 7, 0)), rows, tokens)
-    drafts = ngram.propose_rows(mx.array([4, 1]), 3, rows).tokens.tolist()
-    assert drafts == [[1, 2, 3], [NO_DRAFT] * 3]  # the second text repeats nothing
+    rows = [layer[0].merge(list(layer)) for layer in zip(*(ngram.make_layers() for _ in range(3)), strict=True)]
+    tokens = mx.array([[1, 2, 3, 4, 1, 2, 3], [5, 6, 7, 8, 5, 6, 7], [5, 6, 7, 8, 9, 3, 2]])
+    ngram.extend_rows(mx.zeros((3, 7, 0)), rows, tokens)
+    drafts = ngram.propose_rows(mx.array([4, 8, 1]), 3, rows).tokens.tolist()
+    assert drafts == [[1, 2, 3], [5, 6, 7], [NO_DRAFT] * 3]  # the third text repeats nothing
 
 
 @pytest.mark.parametrize("method", ["propose", "draft_hidden", "extend_context"])

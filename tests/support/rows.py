@@ -1,7 +1,5 @@
 """For batches: small targets whose layers keep every kind of cache, and a drafter with a script for each text."""
 
-import random
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import mlx.core as mx
@@ -10,7 +8,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from dflash import LoadedTargetModel, Proposal
 from dflash.adapters.conformance import small_models as small
 
-from .models import ScriptedCache
+from .models import ScriptedCache, ScriptedDrafter
 
 WINDOW = 16
 
@@ -36,32 +34,16 @@ def row_target(name: str) -> LoadedTargetModel:
     return LoadedTargetModel(model)
 
 
-@dataclass
-class Script:
-    """Drafts each text's own continuation, each token right with its text's chance."""
+class Script(ScriptedDrafter):
+    """Drafts each text's own continuation, no further than its end, each token right with its text's chance."""
 
-    texts: list[list[int]]
-    chances: list[float]
-    vocab_size: int
-    block_size: int = 8
-    target_layer_ids: tuple[int, ...] = (0,)
-    chance: random.Random = field(default_factory=lambda: random.Random(7))
-
-    def bind(self, target) -> None: ...
-
-    def make_cache(self) -> ScriptedCache:
-        return ScriptedCache()
-
-    def extend_context(self, features: mx.array, cache: ScriptedCache, tokens: mx.array) -> None:
-        assert features.shape[:2] == tokens.shape
-        assert features.shape[2] > 0
-        cache.tokens += tokens[0].tolist()
-        cache.features.append(features)
+    def __init__(self, texts: list[list[int]], chances: list[float], vocab_size: int, block_size: int = 8):
+        super().__init__([], vocab_size, block_size=block_size, layer_ids=(0,), seed=7)
+        self.texts, self.chances = texts, chances
 
     def propose(self, anchor: mx.array, length: int, cache: ScriptedCache) -> Proposal:
         read = [*cache.tokens, anchor.item()]
         number = next(i for i, text in enumerate(self.texts) if text[: len(read)] == read)
-        planned = self.texts[number][len(read) :][:length]
-        right = [self.chance.random() < self.chances[number] for _ in planned]
-        drafts = [t if ok else (t + 1) % self.vocab_size for t, ok in zip(planned, right, strict=True)]
-        return Proposal(mx.array([drafts], mx.int32).reshape(1, len(drafts)))
+        self.text, self.p = self.texts[number], self.chances[number]
+        length = min(length, len(self.text) - len(read))
+        return super().propose(anchor, length, cache) if length else Proposal(mx.zeros((1, 0), mx.int32))

@@ -217,7 +217,6 @@ REFUSED = {  # keys inside dflash_config or a packaging, shapes of further weigh
         "no candidates": ({"selector_top_k": 0}, {}, ["selector_top_k", "positive"]),
         "a rank that does not fit": ({"selector_rank": 4}, {}, ["codebook has shape (32, 5)", "(32, 4)"]),
         "taps that do not fit": ({"conv_kernel_size": 3}, {}, ["base_kernel has shape (2, 2, 32)"]),
-        "MLA": ({"attention_mode": "mla"}, {}, ["attention_mode 'mla'"]),
     },
     "dspark": {
         "no packaging": (named("DFlashDraftModel"), {}, ["sample_from_anchor", "DFlashDraftModel"]),
@@ -225,9 +224,7 @@ REFUSED = {  # keys inside dflash_config or a packaging, shapes of further weigh
         "rank": ({"markov_rank": -1}, {}, ["markov_rank", "-1"]),
         "switch": ({"enable_confidence_head": 2}, {}, ["enable_confidence_head", "true or false", "2"]),
         "temperatures": ({"confidence_temperatures": [1.0, 2.0]}, {}, ["confidence_temperatures", "8"]),
-        "sinks": ({"attention_sink_bias": True}, {}, ["attention_sink_bias", "sinks"]),
         "gated attention": (named("Qwen35DSparkModel"), {}, ["Qwen35DSparkModel", "gated attention"]),
-        "Gemma 4": (named("Gemma4DSparkModel"), {}, ["Gemma4DSparkModel", "Gemma 4"]),
         "MLA": (named("DeepseekV4DSparkModel"), {}, ["latent"]),
         "weights of another head": ({}, {"markov_head.gate_proj.weight": (4, 4)}, ["gate_proj", "Markov"]),
         "no weights": ({}, {"markov_head.markov_w1.weight": None}, ["lacks markov_head.markov_w1.weight"]),

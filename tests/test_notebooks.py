@@ -25,7 +25,7 @@ SHORTER = {
     },
     "03-how-long-a-block": {
         "REQUESTS = 2": "REQUESTS = 1",
-        "{True: 48, False: 32}": "{True: 24, False: 12}",
+        "{True: 48, False: 32}": "{True: 16, False: 12}",
         "max_tokens=32, chat": "max_tokens=4, chat",
     },
     "04-what-training-buys": {

@@ -112,8 +112,9 @@ class DSparkDraftModel(SequentialDraftModel):
     def bind(self, target: "LoadedTargetModel") -> None:
         """As in DFlash; tables that equal the target's are dropped and the target's used."""
         super().bind(target)
-        for name in self.own_tables:
-            if name in self and _same_table(self[name], _table_of(target, name)):
+        for name in [name for name in self.own_tables if name in self]:
+            adapter = target.adapter
+            if _same_table(self[name], adapter.embedding if name == "embed_tokens" else adapter.head_table):
                 self.pop(name)
 
     def embed(self, tokens_BL: mx.array) -> mx.array:
@@ -175,11 +176,6 @@ class DSparkDraftModel(SequentialDraftModel):
         if self.config.confidence_rank:
             parts.append(self.markov_head.markov_w1(previous_T))
         return self.confidence_head(parts).astype(mx.float32)
-
-
-def _table_of(target: "LoadedTargetModel", name: str) -> Any:
-    """The target's module for the drafter's own ``name``."""
-    return target.adapter.embedding if name == "embed_tokens" else target.adapter.head_table
 
 
 def _same_table(mine: nn.Module, theirs: nn.Module) -> bool:

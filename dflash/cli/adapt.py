@@ -65,9 +65,8 @@ def adapt(
     del target  # training loads its own
     with resumable(adaptation.folder):
         found = adaptation.run()
-    limits = "" if found.ratio.low is None else f" ({found.ratio.low:.3f}-{found.ratio.high:.3f})"
     print(f"{found.requests} held-out requests: {found.old:.3f} tokens per target pass before, {found.new:.3f} now")
-    print(f"now over before: {found.ratio.value:.3f}{limits}")
+    print(f"now over before: {found.ratio:.3f}")
     if not found.better:
         print(f"Not better by more than the interval, so {output} is not written: {adaptation.folder} has the drafter.")
         raise typer.Exit(NOT_BETTER)

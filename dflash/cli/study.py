@@ -163,11 +163,10 @@ def _short(factors: Any) -> list[str]:
 
 
 def _with_limits(row: dict[str, Any], name: str) -> str:
-    return _interval(*(row.get(key) for key in (name, f"{name}_low", f"{name}_high")))
+    from ..evaluation.statistics import Interval
 
-
-def _interval(value: float | None, low: float | None, high: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}" if low is None else f"{value:.4g} ({low:.4g}-{high:.4g})"
+    value, low, high = (row.get(key) for key in (name, f"{name}_low", f"{name}_high"))
+    return "-" if value is None else f"{Interval(value, low, high):.4g}"
 
 
 # --- compare ------------------------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ def _curves_table(found: list["ComparedRun"]) -> Any:
 
 def _acceptance_table(found: list["ComparedRun"]) -> Any:
     def shown(interval: "Interval | None") -> str:
-        return "-" if interval is None else _interval(interval.value, interval.low, interval.high)
+        return "-" if interval is None else f"{interval:.4g}"
 
     rows = [(one.folder, str(one.blocks), shown(one.acceptance), shown(one.ratio)) for one in found]
     return table(("run", "blocks", "acceptance length (95 %)", "over the first run"), rows)

@@ -59,11 +59,8 @@ def test_corrupted_answers_fail():
         (SUM_OF_EVEN_CODE, SUM_OF_EVEN, True),
         (f"Sure!\n```python\n{SUM_OF_EVEN_CODE}\n```\nDone.", SUM_OF_EVEN, True),
         (SUM_OF_EVEN_CODE.replace("== 0", "== 1"), SUM_OF_EVEN, False),
-        (
-            "def f(ns):\n    return [n > 3 for n in ns]",
-            SUM_OF_EVEN | {"steps": [["square"]], "result": ["items"]},
-            False,
-        ),
+        ("def f(n):\n    return n % 2 == 0", {"kind": "known", "name": "is_even"}, True),
+        ("def f(n):\n    return 1 - n % 2", {"kind": "known", "name": "is_even"}, False),  # a number is no truth value
         *((text, SUM_OF_EVEN, False) for text in ("", "I do not know.", "```python\n```", "def f(:", "x = 3")),
         ("```python\nprint(3)\n```", SUM_OF_EVEN, False),
         ("Answer: 3\nNo.\nAnswer: 27", {"kind": "problem", "answer": 27}, True),  # the last line counts

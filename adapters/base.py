@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from types import SimpleNamespace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,12 +22,8 @@ from .stand_ins import StandIn, standing_in
 DRAFTER_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 """The names that training reads from :attr:`TargetAdapter.config`, to give a new drafter the target's sizes."""
 
-
-class LayerCaller(Protocol):
-    """Calls layers in place of the backbone: to record what a rewind needs, or to dispatch layers early."""
-
-    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``layer`` with these arguments and return its output."""
+LayerCaller = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a layer with these arguments in place of the backbone: to record what a rewind needs, or to dispatch early."""
 
 
 class TargetAdapter:
@@ -236,10 +232,8 @@ class LayerTap(StandIn):
         self._index, self._outputs, self._recorder = index, outputs, recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._recorder is None:
-            output = self._module(*args, **kwargs)
-        else:
-            output = self._recorder.call(self._module, args, kwargs)
+        recorder = self._recorder
+        output = self._module(*args, **kwargs) if recorder is None else recorder(self._module, args, kwargs)
         self._outputs[self._index] = output
         return output
 

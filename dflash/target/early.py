@@ -13,19 +13,14 @@ from ..adapters.base import LayerCaller
 from ..core.backend import begin, begins_early
 
 
-class EarlyLayers:
-    """Calls layers, through ``caller`` if there is one, and lets the CPU start computing each output."""
+def early_layers(caller: LayerCaller | None) -> LayerCaller | None:
+    """A caller that starts early if that pays (:func:`~dflash.core.backend.begins_early`), otherwise ``caller``."""
+    if not begins_early():
+        return caller
 
-    def __init__(self, caller: LayerCaller | None):
-        self._caller = caller
-
-    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``layer`` returns, already being computed."""
-        output = layer(*args, **kwargs) if self._caller is None else self._caller.call(layer, args, kwargs)
+    def begun(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = layer(*args, **kwargs) if caller is None else caller(layer, args, kwargs)
         begin(output)
         return output
 
-
-def early_layers(caller: LayerCaller | None) -> LayerCaller | None:
-    """A caller that starts early if that pays (:func:`~dflash.core.backend.begins_early`), otherwise ``caller``."""
-    return EarlyLayers(caller) if begins_early() else caller
+    return begun

@@ -143,7 +143,7 @@ class Recorder:
     caches: dict[int, Any]
     calls: dict[int, LayerCall] = field(default_factory=dict)
 
-    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``layer`` returns; the call is recorded if one of its arguments is a cache that must be replayed."""
         cache = next((a for a in (*args, *kwargs.values()) if id(a) in self.caches), None)
         if cache is None or id(cache) in self.calls:

@@ -35,7 +35,7 @@ class TreePass:
         self._depths_L = mx.array(depths_of_rows(parents), mx.int32)
         self._called = 0
 
-    def call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``layer`` returns for the rows of a tree."""
         args = tuple(self._exchanged(value) for value in args)
         kwargs = {name: self._exchanged(value) for name, value in kwargs.items()}

@@ -33,8 +33,6 @@ from .split import SPLITS, HeldoutRule, Split, is_heldout, opening_digest
 FORMAT, VERSION = "dflash-dataset", 2
 PLAN, MANIFEST, SHARDS = "plan.json", "manifest.json", "shards"
 
-_NONE = Sequences(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int32))
-
 
 @dataclass(frozen=True)
 class Example:
@@ -72,13 +70,17 @@ def write_shard(folder: Path, number: int, examples: Sequence[Example]) -> None:
     """Write both files of a shard, the sequences last; ``examples`` may be empty."""
     lines = "".join(json_line(example.text) for example in examples)
     atomic_write(text_path(folder, number), lambda file: file.write_text(lines, encoding="utf-8"))
-    arrays = {
+    arrays = {name: mx.array(array) for name, array in _arrays(examples).items()}
+    write_arrays(shard_path(folder, number), arrays)
+
+
+def _arrays(examples: Sequence[Example]) -> dict[str, Ints]:
+    return {
         "tokens": np.concatenate([np.zeros(0, np.int32), *(example.tokens for example in examples)]),
         "loss_mask": np.concatenate([np.zeros(0, bool), *(example.loss_mask for example in examples)]),
         "lengths": np.asarray([len(example.tokens) for example in examples], np.int32),
         "digest": np.asarray([example.digest for example in examples], np.uint64),
     }
-    write_arrays(shard_path(folder, number), {name: mx.array(array) for name, array in arrays.items()})
 
 
 def json_line(text: dict[str, Any]) -> str:
@@ -212,10 +214,8 @@ def shard_numbers(folder: Path, manifest: dict[str, Any]) -> Sequence[int]:
 def _read(folder: Path, manifest: dict[str, Any], number: int) -> tuple[Sequences, Ints]:
     if not manifest.get("recorded"):
         return read_shard(shard_path(folder, number))
-    examples = recorded_examples(folder, number)
-    digests = np.asarray([example.digest for example in examples], np.uint64)
-    parts = [Sequences(e.tokens, e.loss_mask, np.asarray([len(e.tokens)], np.int32)) for e in examples]
-    return Sequences.concatenate([_NONE, *parts]), digests
+    arrays = _arrays(recorded_examples(folder, number))
+    return Sequences.from_arrays(arrays), arrays["digest"]
 
 
 def recorded_examples(folder: Path, number: int) -> list[Example]:

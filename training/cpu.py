@@ -31,7 +31,7 @@ def forward_hidden(
     """Final hidden states ``[B, L, E]`` and features ``[B, L, F]`` of whole sequences, as ``target.forward_hidden``."""
     if not has_quick_layers(target.adapter):
         return target.forward_hidden(tokens_BL, None, layer_ids)
-    return target.adapter.forward(tokens_BL, None, layer_ids, QuickLayers())
+    return target.adapter.forward(tokens_BL, None, layer_ids, quick_layer)
 
 
 def model_to_write_with(target: LoadedTargetModel) -> nn.Module:
@@ -63,15 +63,13 @@ class _QuickModel(nn.Module):
         return make_prompt_cache(self._target.model)
 
     def __call__(self, tokens_BL: mx.array, cache: list[Any] | None = None) -> mx.array:
-        hidden_BLE, _ = self._target.adapter.forward(tokens_BL, cache, (), QuickLayers())
+        hidden_BLE, _ = self._target.adapter.forward(tokens_BL, cache, (), quick_layer)
         return self._target.head(hidden_BLE)
 
 
-class QuickLayers:
-    """Computes an adapter's layers in place of mlx-lm."""
-
-    def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
-        return decoder_layer(layer, *args, **kwargs)
+def quick_layer(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
+    """What ``layer(*args, **kwargs)`` returns, ``[B, L, E]``; an adapter calls it in place of mlx-lm's."""
+    return decoder_layer(layer, *args, **kwargs)
 
 
 def decoder_layer(layer: Any, x_BLE: mx.array, mask: Any = None, cache: Any = None) -> mx.array:

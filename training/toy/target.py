@@ -22,7 +22,7 @@ from dflash.core.errors import did_you_mean
 from dflash.core.files import flat, write_arrays, write_json
 
 from ...core.settings import SettingsError, require
-from ..cpu import QuickLayers, has_quick_layers
+from ..cpu import has_quick_layers, quick_layer
 from ..data.sequences import Ints, Sequences, pad_batch, plan_batches
 from ..loop.settings import FitSettings
 
@@ -105,7 +105,7 @@ def build_target(settings: TargetSettings, vocab_size: int, end: int) -> nn.Modu
 def hidden_states(model: nn.Module, tokens_BL: mx.array) -> mx.array:
     """Final normalised hidden states ``[B, L, E]``, by the quick layers of ``training.cpu`` where they exist."""
     adapter = find_adapter(model)
-    return adapter.forward(tokens_BL, None, (), QuickLayers() if has_quick_layers(adapter) else None)[0]
+    return adapter.forward(tokens_BL, None, (), quick_layer if has_quick_layers(adapter) else None)[0]
 
 
 def answer_loss(model: nn.Module, tokens_BL: mx.array, positions_T: mx.array) -> mx.array:

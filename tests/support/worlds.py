@@ -77,7 +77,7 @@ class World:
         """A block that drafts and verifies so many tokens in each row."""
         return self.draft + self.each * self.rows * drafts + self.passes(self.rows * (drafts + 1))
 
-    @cache
+    @cache  # noqa: B019 (worlds are few, and live as long as their tests)
     def tokens(self, drafts: int) -> float:
         """What such a block commits on average."""
         survival, elder = [1.0], {}

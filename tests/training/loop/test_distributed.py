@@ -160,7 +160,7 @@ def alone(tmp_path_factory) -> Path:
     ],
 )
 def test_a_lost_rank_ends_the_other_within_a_minute_and_does_not_change_where_the_run_ends(alone, tmp_path, lost, how):
-    with Pair(tmp_path / "lost", timeout=5) as pair:
+    with Pair(tmp_path / "lost", timeout=10 if how == signal.SIGSTOP else 30) as pair:
         pair.wait_for_steps(4)
         pair.processes[lost].send_signal(how)
         survivor = pair.processes[1 - lost]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.errors import refused
 
@@ -18,6 +18,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
+@settings(max_examples=40)
 @given(st.from_regex(r"[a-z_+.-]{1,8}", fullmatch=True), st.dictionaries(KEYS, VALUES, max_size=4))
 def test_what_is_written_is_read_again_whatever_the_values(name, options):
     assert Part.read(str(Part(name, options))) == Part(name, options)

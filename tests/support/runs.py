@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import random
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -82,3 +86,20 @@ def result(run: Path) -> dict[str, str]:
     """What a run has made: a digest of each file's bytes."""
     names = ("drafter/model.safetensors", "best.safetensors", "state.safetensors")
     return {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in names}
+
+
+def kill_at_random_moments(command: list[str], run: Path, kills: int) -> None:
+    """Start ``command``, which writes the log of ``run``, again and again; each time it is killed some lines later."""
+    rng, log = random.Random(5), run / "log.jsonl"
+
+    def lines_logged() -> int:
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
+    for kill in range(kills):
+        wanted = lines_logged() + rng.randint(kill == 0, 4)  # 0: while it starts
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while lines_logged() < wanted and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.03)
+        process.kill()
+        assert process.wait(timeout=30) == -signal.SIGKILL

@@ -3,14 +3,10 @@
 import atexit
 import dataclasses
 import os
-import random
 import re
 import signal
-import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +15,7 @@ import yaml
 from support.cli import assert_one_error, invoke
 from support.conversations import write_lines
 from support.models import plain_greedy
-from support.runs import read_log, recipe, result, write_dataset, write_recipe
+from support.runs import kill_at_random_moments, read_log, recipe, result, write_dataset, write_recipe
 
 import dflash
 import dflash.training.train as train_module
@@ -77,28 +73,15 @@ def test_gradient_checkpointing_of_the_recipe_reaches_the_loss(folder, monkeypat
     assert len(layers) == 2  # batches of a step; the drafter has one layer
 
 
-def lines_logged(run: Path) -> int:
-    return len((run / "log.jsonl").read_text().splitlines()) if (run / "log.jsonl").exists() else 0
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_run_killed_at_random_moments_ends_with_the_same_bytes(undisturbed, folder, kills):
-    name, rng, whole = f"killed-{kills}", random.Random(5), undisturbed
-    sets = [] if kills == 1 else ["run.steps=40", "run.evaluate_every=25"]  # long enough to be caught in the middle
-    if sets:
-        whole = train(recipe(folder, "long", *sets)).parent
-    run, command = folder / name, [sys.executable, "-m", "dflash", "train", str(write_recipe(folder))]
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_with_the_same_bytes(folder):
+    sets = ["run.steps=40", "run.evaluate_every=25"]  # long enough to be caught in the middle
+    whole, run = train(recipe(folder, "long", *sets)).parent, folder / "killed"
+    command = [sys.executable, "-m", "dflash", "train", str(write_recipe(folder))]
     for setting in (f"run.folder={run}", *sets):
         command += ["--set", setting]
-    for kill in range(kills):
-        wanted = lines_logged(run) + rng.randint(kill == 0, 4)  # 0: while it starts
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while lines_logged(run) < wanted and process.poll() is None:
-            time.sleep(0.002)
-        time.sleep(rng.random() * 0.03)
-        process.kill()
-        assert process.wait(timeout=30) == -signal.SIGKILL
-    train(recipe(folder, name, *sets))
+    kill_at_random_moments(command, run, 10)
+    train(recipe(folder, "killed", *sets))
     assert result(run) == result(whole)
     one, other = ([(line["step"], "loss" in line) for line in read_log(place)] for place in (run, whole))
     assert one == other

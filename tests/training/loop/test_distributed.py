@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from support import small_run
 from support.runs import read_log, recipe
 
 import dflash
@@ -25,33 +26,10 @@ from dflash.training.loop.run_folder import read_progress
 from dflash.training.train import train
 
 LIMIT = 60  # seconds that a survivor may take to end; tests wait no longer for anything
-PROGRAM = """
-import sys, time
-from pathlib import Path
-import dflash, mlx.core as mx, mlx.nn as nn, numpy as np
-from dflash.training.loop.distributed import Ranks
-from dflash.training.loop.fit import FitSettings, fit
-
-def batch(number):
-    time.sleep(0.005)
-    return (mx.array(np.random.default_rng(number).normal(size=(4, 3)).astype(np.float32)),)
-
-def loss(model, batch):
-    return (model(*batch) ** 2).mean()
-
-def run(folder, ranks):
-    mx.random.seed(ranks.rank)  # all begin with the weights of rank 0
-    settings = FitSettings(steps=40, batches_per_step=2, log_every=1, checkpoint_every=25, evaluate_every=30)
-    evaluate = lambda: {"score": float(ranks.all_reduce_sum(np.ones(1))[0])}
-    fit(nn.Linear(3, 2), batch, loss, settings, folder, evaluate, ranks=ranks)
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), Ranks.of_this_run(timeout=float(sys.argv[2])))
-"""
 
 
 class Pair:
-    """Ranks 0 and 1 of the program on the ring backend, started as ``mlx.launch`` starts them."""
+    """Ranks 0 and 1 of the small run on the ring backend, started as ``mlx.launch`` starts them."""
 
     def __init__(self, run: Path, timeout: float = 30):
         hosts, first = run.with_suffix(".json"), free_ports(2)
@@ -60,7 +38,7 @@ class Pair:
         self.run = run
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(run), str(timeout)],
+                [sys.executable, "-P", small_run.__file__, str(run), str(timeout), "25"],
                 stderr=subprocess.PIPE,
                 text=True,
                 env=os.environ | environment | {"MLX_RANK": str(rank)},
@@ -143,11 +121,9 @@ def test_ranks_of_mlx_launch_reach_the_weights_of_one_process_with_the_same_glob
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """The program's run in one process."""
-    names: dict = {"__name__": "program"}
-    exec(PROGRAM, names)
+    """The small run in one process."""
     folder = tmp_path_factory.mktemp("alone")
-    names["run"](folder, Ranks())
+    small_run.run(folder, Ranks(), 25)
     return folder
 
 
@@ -168,7 +144,8 @@ def test_a_lost_rank_ends_the_other_within_a_minute_and_does_not_change_where_th
     assert survivor.returncode == 1
     assert LOST in errors.strip().splitlines()[-1], errors
     if lost == 1 and how == signal.SIGKILL:
-        assert 4 <= read_progress(pair.run / "state.safetensors").step == read_log(pair.run)[-1]["step"] < 40
+        saved = read_progress(pair.run / "state.safetensors").step
+        assert 4 <= saved == read_log(pair.run)[-1]["step"] < small_run.STEPS
     with Pair(pair.run) as pair:
         pair.end(0)
     assert_same_weights(alone, pair.run)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.runs import read_log
+from support import small_run
+from support.runs import kill_at_random_moments, read_log
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash.core.errors import StopTraining, TrainingError
 from dflash.training.loop import run
+from dflash.training.loop.distributed import Ranks
 from dflash.training.loop.fit import FitSettings, check_losses, fit
 from dflash.training.loop.optimizer import AdamWSettings, MuonSettings
 from dflash.training.loop.run_folder import read_progress
@@ -64,6 +67,16 @@ def test_any_stop_continues_bit_for_bit_with_either_optimizer(tmp_path, optimize
         with pytest.raises(Stop):
             toy_fit(tmp_path / "broken", settings, stop_at)
     assert np.array_equal(straight, toy_fit(tmp_path / "broken", settings))
+
+
+def test_a_process_killed_at_random_moments_changes_no_byte(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    small_run.run(whole, Ranks(), 2)
+    kill_at_random_moments([sys.executable, "-P", small_run.__file__, str(killed), "30", "2"], killed, 4)
+    small_run.run(killed, Ranks(), 2)
+    assert (killed / "state.safetensors").read_bytes() == (whole / "state.safetensors").read_bytes()
+    one, other = ([line["step"] for line in read_log(run)] for run in (killed, whole))
+    assert one == other
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.0, 4), (60.0, 0)])

@@ -240,7 +240,8 @@ def test_sampled_tokens_are_distributed_as_the_target_samples():
     prompt, draws = [1, 4], 400
     probabilities = exact_probabilities(loaded, prompt, 1.0)
     assert sum(probabilities.values()) == pytest.approx(1, abs=1e-5)
-    drafter = random_drafter(2, FEW, num_hidden_layers=1, num_target_layers=1, target_layer_ids=(0,))
+    # Its distribution is far from the target's: drafts that are accepted too often show.
+    drafter = random_drafter(3, FEW, num_hidden_layers=1, num_target_layers=1, target_layer_ids=(0,))
     drafter.bind(loaded)
     mx.random.seed(11)
     counts = sampled_triples(loaded, drafter, prompt, 1.0, draws)

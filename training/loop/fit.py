@@ -76,7 +76,7 @@ def fit(
         for number in bar:
             begin = time.perf_counter()
             done, stop = _step(run, mean_gradient, batch, name_batch, number)
-            if done == run.begun + 2:  # the first one also compiles
+            if ranks.is_main and done == run.begun + 2:  # the first one also compiles
                 run.forecast(done, time.perf_counter() - begin)
             bar.set_postfix_str(f"loss {run.recent[-1]:.3f}", refresh=False)
             if stop is not None or run.saves(done):

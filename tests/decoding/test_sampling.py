@@ -30,17 +30,23 @@ def no_repeat(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-PENALTIES = {
-    "repetition_penalty": 1.2, "repetition_context_size": 7, "presence_penalty": 2.0, "presence_context_size": 9,
-    "frequency_penalty": 0.5, "frequency_context_size": 30, "logit_bias": {3: -20.0, 5: 3.0},
-}  # fmt: skip
-OWN = make_logits_processors(**PENALTIES)
+PENALTIES = [
+    {"repetition_penalty": 1.5, "repetition_context_size": 7},
+    {"presence_penalty": 2.0, "presence_context_size": 9},
+    {"frequency_penalty": 1.5, "frequency_context_size": 30},
+    {"logit_bias": {3: -20.0, 5: 4.0}},
+    {"logit_bias": {5: 3.0}, "repetition_penalty": 1.2, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+]
+FUNCTIONS = [[no_repeat], make_logits_processors(**PENALTIES[0])]
 
 
 @pytest.mark.parametrize(
     ("processors", "options"),
-    [([no_repeat], {"logits_processors": [no_repeat]}), (OWN, PENALTIES), (OWN, {"logits_processors": OWN})],
-    ids=["of one's own", "mlx-lm's options", "mlx-lm's functions"],
+    [
+        *((make_logits_processors(**options), options) for options in PENALTIES),
+        *((functions, {"logits_processors": functions}) for functions in FUNCTIONS),
+    ],
+    ids=["repetition", "presence", "frequency", "bias", "all", "of one's own", "mlx-lm's functions"],
 )
 def test_processors_see_the_tokens_that_plain_decoding_would_show_them(processors, options):
     expected = plain(processors, 40)

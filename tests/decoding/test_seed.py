@@ -94,13 +94,18 @@ def test_a_seed_gives_mlx_lms_text_with_every_kind_of_cache(name):
     assert drafted(loaded, text, policy=Pausing(), **limits) == text
 
 
-FILTERS = {"top_p": 0.9, "min_p": 0.02, "top_k": 6}
-PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {3: 4.0}}
+FILTERS = [{"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4}, {"top_p": 0.9, "min_p": 0.02, "top_k": 6}]
+PROCESSORS = [
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": 0.5},
+    {"logit_bias": {3: 4.0, 7: -20.0}},
+]
 XTC = {"xtc_probability": 0.5, "xtc_threshold": 0.05}
 KEEPING = {"min_p": 0.95, "min_tokens_to_keep": 5}
 OPTIONS = {
-    "filters": (FILTERS, FILTERS),
-    "processors": ({"processors": make_logits_processors(**PENALTIES)}, PENALTIES),
+    **{"+".join(options): (options, options) for options in FILTERS},
+    **{name: ({"processors": make_logits_processors(**each)}, each) for each in PROCESSORS for name in each},
     "XTC": (XTC | {"top_k": 9}, XTC | {"top_k": 9}),
     "min_tokens_to_keep": (KEEPING, KEEPING),
     "sampler of one's own": (XTC, {"temperature": None, "sampler": make_sampler(TEMP, **XTC)}),

@@ -3,7 +3,7 @@
 import json
 import sys
 from types import SimpleNamespace
-from typing import ClassVar
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -18,63 +18,32 @@ from dflash.training.reporting import numbers
 from dflash.training.train import train
 
 
-class Fake:
-    """Stands for wandb or swanlab: remembers what it is told."""
-
-    def __init__(self):
-        self.begun, self.logged = [], []
-
-    def init(self, **settings):
-        self.begun.append(settings)
-
-    def log(self, values, step):
-        self.logged.append((step, values))
-
-
-class FakeWriter:
-    """Stands for TensorBoard's."""
-
-    made: ClassVar[list["FakeWriter"]] = []
-
-    def __init__(self, folder):
-        self.folder, self.scalars = folder, []
-        self.made.append(self)
-
-    def add_scalar(self, name, value, step):
-        self.scalars.append((step, name, value))
-
-    def flush(self):
-        pass
-
-
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
 def test_mlx_lms_callback_gets_reports_and_evaluations(name, folder, monkeypatch):
-    fake = Fake()
+    fake = Mock()
     monkeypatch.setattr(mlx_lm_callbacks, name, fake)
     train(recipe(folder, f"told-{name}", f"run.callbacks=[{name}]", "run.steps=3"))
-    lines = read_log(folder / f"told-{name}")
-    assert [step for step, _ in fake.logged] == [line["step"] for line in lines]
-    assert [values for _, values in fake.logged] == [numbers(line) for line in lines]
-    assert [values["train_loss"] for _, values in fake.logged if "train_loss" in values] == [
-        line["loss"] for line in lines if "loss" in line
-    ]
-    (evaluation,) = [values for _, values in fake.logged if "val_loss" in values]
+    lines, logged = read_log(folder / f"told-{name}"), [call.args[0] for call in fake.log.call_args_list]
+    assert [call.kwargs for call in fake.log.call_args_list] == [{"step": line["step"]} for line in lines]
+    assert logged == [numbers(line) for line in lines]
+    assert [v["train_loss"] for v in logged if "train_loss" in v] == [line["loss"] for line in lines if "loss" in line]
+    (evaluation,) = [values for values in logged if "val_loss" in values]
     assert {"acceptance_length", "acceptance_by_position/1", "acceptance_by_position/3"} <= set(evaluation)
-    (settings,) = fake.begun
+    settings = fake.init.call_args.kwargs
     assert settings["config"]["run"]["steps"] == 3
     assert f"told-{name}" in str(settings.get("name", settings.get("experiment_name")))
 
 
 def test_tensorboard_gets_a_scalar_for_each_number(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=FakeWriter))
+    made = Mock()
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=made))
     train(recipe(folder, "told-tensorboard", "run.callbacks=[tensorboard]", "run.steps=2"))
-    (writer,) = FakeWriter.made
-    lines = read_log(folder / "told-tensorboard")
-    assert writer.folder == str(folder / "told-tensorboard" / "tensorboard")
-    assert [(s, v) for s, name, v in writer.scalars if name == "train_loss"] == [
-        (line["step"], line["loss"]) for line in lines if "loss" in line
+    made.assert_called_once_with(str(folder / "told-tensorboard" / "tensorboard"))
+    scalars = [call.args for call in made.return_value.add_scalar.call_args_list]
+    assert [(step, value) for name, value, step in scalars if name == "train_loss"] == [
+        (line["step"], line["loss"]) for line in read_log(folder / "told-tensorboard") if "loss" in line
     ]
-    assert {name for _, name, _ in writer.scalars} >= {"val_loss", "learning_rate", "acceptance_length"}
+    assert {name for name, *_ in scalars} >= {"val_loss", "learning_rate", "acceptance_length"}
 
 
 def test_the_drafters_of_a_run_are_scored_and_plotted_in_one_command(folder, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import mlx.nn as nn
 import pytest
@@ -55,27 +56,19 @@ def test_export_overwrites_a_drafter_and_nothing_else(undisturbed, tmp_path):
 
 
 def test_nothing_is_pushed_without_being_asked_and_a_refusal_is_one_line(undisturbed, tmp_path, monkeypatch):
-    calls, refused = [], RuntimeError("401 Unauthorized\nlong text")
-
-    class Hub:
-        def create_repo(self, name, exist_ok):
-            calls.append(name)
-            if refused:
-                raise refused
-            return f"https://hub/{name}"
-
-        def upload_folder(self, repo_id, folder_path, allow_patterns):
-            calls.append((repo_id, folder_path, sorted(allow_patterns)))
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    hub = Mock()
+    hub.create_repo.side_effect = [RuntimeError("401 Unauthorized\nlong text"), "https://hub/me/it"]
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
     assert invoke("export", undisturbed, tmp_path / "a").exit_code == 0
-    assert not calls
+    assert not hub.mock_calls
     answer = invoke("export", undisturbed, tmp_path / "a", "--push", "me/it")
-    assert calls == ["me/it"]
     assert answer.stderr == "error: Cannot upload to 'me/it' on the hub: 401 Unauthorized long text\n"
-    refused = None
+    assert not hub.upload_folder.called
     assert invoke("export", undisturbed, tmp_path / "a", "--push", "me/it").stdout.strip() == "https://hub/me/it"
-    assert calls[-1] == ("me/it", str(tmp_path / "a"), sorted(export.EXPORTED))
+    hub.create_repo.assert_called_with("me/it", exist_ok=True)
+    hub.upload_folder.assert_called_once_with(
+        repo_id="me/it", folder_path=str(tmp_path / "a"), allow_patterns=list(export.EXPORTED)
+    )
     with pytest.raises(DFlashError, match="holds no drafter"):
         export.push(tmp_path / "nothing", "me/it")
 

@@ -102,7 +102,7 @@ def drafter(seed: int = 0, **changes) -> DFlashDraftModel:
 
 
 def loss_and_gradients(model: DFlashDraftModel, documents: list[Document], objective: ObjectiveSettings):
-    loss = partial(drafter_loss, objective=objective, head=model.target.head)
+    loss = partial(drafter_loss, objective=objective, head=model.target_head)
     value, gradients = nn.value_and_grad(model, loss)(model, pad_documents(documents))
     return value.item(), dict(tree_flatten(gradients))
 

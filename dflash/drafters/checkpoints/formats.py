@@ -59,7 +59,7 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     speculators, algorithms = _speculators(config), _algorithms(config)
     architectures = as_names(values.get("architectures"))
     refuse_architecture(architectures, algorithms)
-    if values.get("hidden_act"):
+    if values.get("hidden_act") and "hidden_activation" not in inner:
         values.pop("hidden_activation", None)  # Gemma's own spelling, left over from the target
     if values.get("projector_type") in ("dflash", "dspark"):
         for name in DOMINO_SIZES:
@@ -86,7 +86,8 @@ def published_values(config: Mapping[str, Any], known: Collection[str]) -> Value
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
 
-    _refuse_unknown_inside({name: values[name] for name in inner if name in values and name not in known}, known)
+    left = {name: value for name, value in inner.items() if name in values and name not in known}
+    _refuse_unknown_inside(left, known)
     _ignore(values, known)
     return {name: value for name, value in values.items() if name in known and value is not None}
 

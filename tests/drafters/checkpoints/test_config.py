@@ -123,6 +123,10 @@ BAD = {
     "attention bias a word": (PUBLISHED | {"attention_bias": "all"}, ["attention_bias", "'all'"]),
     "block size too large": (PUBLISHED | {"block_size": 100_000}, ["block_size 100000", "at most 512"]),
     "other activation": (PUBLISHED | {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "not supported"]),
+    "other activation inside": (
+        nested(hidden_activation="gelu") | {"hidden_act": "silu"},
+        ["hidden_activation", "'gelu'", "not supported"],
+    ),
     "dflash_config a list": (PUBLISHED | {"dflash_config": [1]}, ["dflash_config"]),
     "target's layers a text": (PUBLISHED | {"num_target_layers": "36"}, ["num_target_layers", "'36'"]),
     "scale not a number": (nested(input_embedding_scale=float("nan")), ["input_embedding_scale", "nan"]),

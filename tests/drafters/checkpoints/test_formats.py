@@ -42,6 +42,7 @@ SAME = {
     ),
     "grouped attention named": lambda c, w: (inside(c, attention_mode="gqa", projector_type="dflash"), w),
     "the mask token's text": lambda c, w: (inside(c, mask_token="<|MASK|>"), w),
+    "null inside, a value at the top": lambda c, w: (inside(c | {"bos_token_id": 1}, bos_token_id=None), w),
     "the target's quantisation": lambda c, w: (c | {"quantization_config": {"quant_method": "fp8"}}, w),
     "the target's list of layers": lambda c, w: (c | {"layer_types": [FULL] * 36}, w),
     "the target's text config": lambda c, w: (c | {"text_config": {"hidden_size": 99, "num_hidden_layers": 36}}, w),

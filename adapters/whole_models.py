@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash.core.errors import IncompatibleModelsError
+
 from .base import TargetAdapter
 from .registry import register_adapter
 from .stand_ins import StandIn, standing_in
@@ -21,6 +23,10 @@ class WholeModelAdapter(TargetAdapter):
 
     def run_backbone(self, tokens_BL: mx.array, cache: list[Any] | None) -> mx.array:
         """Normalised final hidden states ``[B, L, E]``."""
+        if self.norm_name not in self.backbone:
+            raise IncompatibleModelsError(
+                f"{type(self.backbone).__name__} has no {self.norm_name}; norm_name must name the backbone's last norm."
+            )
         norm = _KeptOutput(self.backbone[self.norm_name])
         with standing_in([(self.backbone, self.norm_name, norm)]):
             self.backbone(tokens_BL, cache=cache)

@@ -153,9 +153,10 @@ def _same_objects(trial: FullTrial) -> None:
     """The model has the modules from before the checks, and equal weights: some models replace their own in a pass."""
     before, after = trial.objects, model_objects(trial.target.model)
     for name in before | after:
-        ours, old = after.get(name), before.get(name)
-        equal = isinstance(ours, mx.array) and isinstance(old, mx.array) and mx.array_equal(ours, old).item()
-        if ours is not old and not equal:
+        new, old = after.get(name), before.get(name)
+        if new is old:
+            continue
+        if not (isinstance(new, mx.array) and isinstance(old, mx.array) and mx.array_equal(new, old).item()):
             raise Mismatch(f"{name} changed")
 
 

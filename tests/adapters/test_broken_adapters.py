@@ -21,6 +21,7 @@ from dflash import LoadedTargetModel, TargetAdapter
 from dflash.adapters import registry
 from dflash.adapters.conformance import check
 from dflash.adapters.conformance.checks import CHECKS
+from dflash.adapters.whole_models import WholeModelAdapter
 from dflash.core.errors import IncompatibleModelsError
 from dflash.target.trial import first_difference
 
@@ -156,6 +157,10 @@ BROKEN: dict[str, tuple[dict, str]] = {  # what differs from the right adapter, 
     "no cache passed": (
         {"run_backbone": lambda self, tokens, cache: self.backbone(tokens)},
         "a pass of 13 tokens over 0 cached ones leaves 0 in the cache; .* must pass its cache",
+    ),
+    "another norm's name": (
+        {"run_backbone": WholeModelAdapter.run_backbone, "norm_name": "norm"},
+        "Trunk has no norm; norm_name must name the backbone's last norm",
     ),
     "not normalised": ({"run_backbone": not_normalised}, OTHER_LOGITS),
     "the head in the backbone": (

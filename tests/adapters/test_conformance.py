@@ -10,7 +10,7 @@ from rich.console import Console
 from dflash import LoadedTargetModel
 from dflash.adapters.conformance import check, run_checks
 from dflash.adapters.conformance import small_models as small
-from dflash.adapters.conformance.checks import RIGHT, FullTrial, decoding_is_plain
+from dflash.adapters.conformance.checks import CHECKS, RIGHT, FullTrial, decoding_is_plain
 from dflash.adapters.llama import LlamaAdapter
 from dflash.core.files import flat
 from dflash.target import rewind
@@ -98,6 +98,16 @@ def test_an_adapter_that_leaves_its_mark_on_the_model_is_found():
     model = small.build("llama")
     report = check(LoadedTargetModel(model, adapter=Careless(model)), rounds=1)
     assert report.failure == "the model's own objects are unchanged: model.norm changed"
+
+
+def test_a_weight_may_be_replaced_by_an_equal_one_only():
+    trial = FullTrial(LoadedTargetModel(small.build("llama")))
+    unchanged, norm = CHECKS["the model's own objects are unchanged"], trial.target.model.model.norm
+    norm.weight = norm.weight + 0
+    unchanged(trial)
+    norm.weight = norm.weight + 1
+    with pytest.raises(Mismatch, match=r"model\.norm\.weight changed"):
+        unchanged(trial)
 
 
 def test_the_report_is_a_table_with_the_first_difference():

@@ -154,8 +154,13 @@ class BatchDrafter(Protocol):
     target's. Any other drafter drafts for one text after another.
     """
 
-    block_size: int
-    target_layer_ids: tuple[int, ...]
+    @property
+    def block_size(self) -> int:
+        """As in :class:`Drafter`."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """As in :class:`Drafter`."""
 
     def make_layers(self) -> list[Any]:
         """A new, empty context of one text: caches with a static ``merge``.

@@ -36,7 +36,8 @@ def toy_fit(
     **options: object,
 ):
     """A matrix that is to become another one; batch ``n`` comes from ``n``, or is as ``wrong`` says."""
-    model = mx_linear()
+    mx.random.seed(0)
+    model = nn.Linear(3, 2)
 
     def batch(number: int):
         if number == stop_at:
@@ -45,18 +46,11 @@ def toy_fit(
         return mx.array(rng.normal(size=(4, 3)).astype(np.float32) * (wrong or {}).get(number, 1.0)), mx.array(1.0)
 
     def loss(model, batch):
-        x, y = batch
-        return ((model(x) - y) ** 2).mean()
+        return ((model(batch[0]) - batch[1]) ** 2).mean()
 
-    score = None if evaluate is None else "score"
-    name = "batch {} (sequences 7)".format
-    fit(model, batch, loss, settings, folder, evaluate, score=score, name_batch=name, **options)
+    options |= {"score": None if evaluate is None else "score", "name_batch": "batch {} (sequences 7)".format}
+    fit(model, batch, loss, settings, folder, evaluate, **options)
     return np.array(model.weight)
-
-
-def mx_linear():
-    mx.random.seed(0)
-    return nn.Linear(3, 2)
 
 
 @pytest.mark.parametrize("optimizer", [AdamWSettings(learning_rate=0.01), MuonSettings(warmup_steps=2, decay_steps=3)])

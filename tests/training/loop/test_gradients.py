@@ -10,13 +10,8 @@ import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash.training.loop.gradients import MeanGradient
 
 
-def mx_linear():
-    mx.random.seed(0)
-    return nn.Linear(3, 2)
-
-
 def test_mean_gradient_is_that_of_one_large_batch():
-    model, rng = mx_linear(), np.random.default_rng(0)
+    model, rng = nn.Linear(3, 2), np.random.default_rng(0)
     x = rng.normal(size=(8, 3)).astype(np.float32)
 
     def loss(model, batch):
@@ -30,7 +25,7 @@ def test_mean_gradient_is_that_of_one_large_batch():
 
 
 def test_a_step_leaves_the_model_its_own_weights_whatever_the_loss_computes_in():
-    model = mx_linear()
+    model = nn.Linear(3, 2)
 
     def loss(model, batch):
         model.update(tree_map(lambda w: w.astype(mx.bfloat16), model.trainable_parameters()))

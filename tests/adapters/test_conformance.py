@@ -26,6 +26,7 @@ TARGETS: list[tuple[str, int | None, dict[str, int]]] = [
     ("ministral3", None, {}),
     ("gemma3n", None, {}),
     ("gemma3_text", 8, {}),
+    ("gemma4", None, {}),
     ("gpt_oss", 4, {}),
     ("llama4", None, {}),
     ("afm7", None, {}),

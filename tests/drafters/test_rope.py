@@ -44,6 +44,7 @@ RECIPES = {  # the config's words: inverse frequencies, and the factor on querie
     "default": ({"rope_type": "default", "partial_rotary_factor": 0.25}, PLAIN, 1.0),
     "of images": ({"type": "mrope", "mrope_section": [2, 3, 3]}, PLAIN, 1.0),
     "linear": ({"type": "linear", "factor": 3.0}, PLAIN / 3, 1.0),
+    "linear, beside a type": ({"type": "yarn", "rope_type": "linear", "factor": 3.0}, PLAIN / 3, 1.0),
     "llama3": (
         LLAMA3 | {"original_max_position_embeddings": 64},
         reference.inverse_frequencies(DIMS, THETA, LLAMA3 | {"original_max_position_embeddings": 64}),

@@ -110,6 +110,7 @@ BLOCKS = st.lists(
 @example(prompt=12, blocks=[(9, 8), (9, 8)], count=3, piece=1)  # long after the wrap
 @example(prompt=4, blocks=[(1, 0)] * 6 + [(5, 4)], count=1, piece=1)  # rotated in place, then a block
 @example(prompt=253, blocks=[(9, 8), (9, 2), (4, 3), (9, 0), (9, 8)], count=4, piece=LONGEST)  # as caches grow
+@example(prompt=253, blocks=[(9, 8), (9, 2), (4, 3), (9, 0), (9, 8)], count=1, piece=LONGEST)
 def test_after_rewinds_attention_is_handed_the_committed_tokens_only(kind, prompt, blocks, count, piece):
     rewound = play(KINDS[kind], prompt, blocks)
     fresh = committed_only(KINDS[kind], rewound.offset, piece)

@@ -111,6 +111,7 @@ BAD = {
     "mask id negative": (nested(mask_token_id=-1), ["mask_token_id -1", "outside"]),
     "mask id a string": (nested(mask_token_id="151669"), ["mask_token_id", "'151669'"]),
     "layer id too large": (nested(target_layer_ids=[1, 36]), ["target_layer_ids", "36", "0 to 35"]),
+    "layer id negative": (nested(target_layer_ids=[-1, 3]), ["target_layer_ids", "-1", "0 to 35"]),
     "layer id a string": (nested(target_layer_ids=["1"]), ["target_layer_ids", "'1'"]),
     "layer ids not a list": (nested(target_layer_ids=3), ["target_layer_ids", "3"]),
     "block size 0": (nested(block_size=0), ["block_size", "positive", "0"]),

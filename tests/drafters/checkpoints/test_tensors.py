@@ -73,6 +73,7 @@ def test_packagings_mix(tmp_path):
     """Speculators, prefixed, packed, in two files, with a reduced vocabulary, biases and a rope by layer type."""
     meaning = {"attention_bias": True, "intermediate_size": 64, "head_dim": 16, "layer_types": (SLIDING, FULL)}
     config, weights = plain(**meaning, sliding_window=5, rope_parameters=BY_TYPE)
+    assert sum(name.endswith("_proj.bias") for name in weights) == 4 * len(meaning["layer_types"])
     packed_config, packed = reduced(config, weights, head=True, tables="d2t and t2d")
     packed_config |= {"sliding_window": 5}
     dense = dict(packed)

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from dflash.adapters.calls import Pass
+from dflash.adapters.calls import Pass, embedding_factors, streams
 
 
 class Plain(nn.Module):
@@ -75,6 +75,22 @@ def test_the_classes_are_put_back(fails):
     else:
         Pass(Small(), TOKENS)
     assert [dict(vars(cls)) for cls in classes] == before
+
+
+def test_streams_are_the_hidden_states_in_tuples_and_stacks():
+    one, stack, other = mx.zeros((2, 3, 4)), mx.ones((5, 2, 3, 4)), mx.zeros((2, 3, 5))
+    found = streams((one, (stack, other), None), (2, 3, 4))
+    assert [float(s.sum()) for s in found] == [0.0] + [24.0] * 5
+
+
+def test_what_is_added_by_position_alone_does_not_hide_the_factor():
+    class Positions(Small):
+        def __call__(self, tokens, cache=None):
+            return self.layers[0](self.table(tokens) * 7 + mx.arange(3)[None, :, None])
+
+    model = Positions()
+    passes = Pass(model, TOKENS), Pass(model, TOKENS + 3)
+    assert embedding_factors(model.table, model.layers, *passes) == [pytest.approx(7)]
 
 
 def test_calls_of_other_threads_are_not_recorded():

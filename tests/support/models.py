@@ -170,6 +170,7 @@ class ScriptedDrafter:
 
     def extend_context(self, features: mx.array, cache: ScriptedCache, tokens: mx.array) -> None:
         assert features.shape[:2] == tokens.shape
+        assert (features.shape[2] > 0) == bool(self.target_layer_ids)
         cache.tokens += tokens[0].tolist()
         cache.features.append(features)
 

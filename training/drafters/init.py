@@ -147,7 +147,7 @@ def _trainable_class(kind: str) -> type[Any]:
     return found
 
 
-SHAPE = ("num_hidden_layers", "block_size", "target_layer_ids", "intermediate_size", "num_attention_heads",
+SHAPE = ("num_hidden_layers", "target_layer_ids", "intermediate_size", "num_attention_heads",
          "num_key_value_heads", "head_dim", "rope_theta")  # fmt: skip
 """Settings of a drafter's shape that its config has under the same names."""
 
@@ -159,8 +159,11 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
     _trainable_class(kind)
     if any(name.endswith(".scales") for name in flat(model.parameters())):
         raise TrainingError(f"drafter.from {shape.from_} is quantised; start from its weights before quantisation.")
+    defaults = {field.name: field.default for field in dataclasses.fields(DrafterShape)}
     model.config = dataclasses.replace(
         model.config,
+        # No weight depends on the number of masks, so it may grow or shrink; the default leaves it.
+        block_size=model.config.block_size if shape.block_size == defaults["block_size"] else shape.block_size,
         elastic_blocks=model.config.elastic_blocks or shape.elastic_blocks,
         num_target_layers=target.num_layers,
         target_fingerprint=target_fingerprint(target),
@@ -183,7 +186,6 @@ def _existing(shape: DrafterShape, target: LoadedTargetModel) -> DFlashDraftMode
         asked["mask_token"], there["mask_token"] = mask_token_id(shape.mask_token, target), model.config.mask_token_id
     asked["vocabulary"], there["vocabulary"] = shape.vocabulary, model.config.draft_vocab_size
     asked["window"], there["window"] = shape.window, model.config.sliding_window
-    defaults = {field.name: field.default for field in dataclasses.fields(DrafterShape)}
     for name, value in asked.items():
         if value not in (defaults[name], there[name]):
             raise TrainingError(

@@ -107,8 +107,10 @@ def test_a_run_starts_from_the_weights_of_a_given_drafter(folder, tmp_path, capl
     assert again.config.target_fingerprint == target_fingerprint(target)
     assert "another target" not in caplog.text
     assert drafter_config(DrafterShape(from_=str(tmp_path / "first")), target) == again.config
+    longer = new_drafter(DrafterShape(from_=str(tmp_path / "first"), block_size=8), target)
+    assert (again.config.block_size, longer.config.block_size, longer.block_size) == (4, 8, 8)
     for other, message in (
-        ({"block_size": 8}, r"drafter.block_size is 8, but .*first has 4. A drafter keeps its shape"),
+        ({"num_hidden_layers": 7}, r"drafter.num_hidden_layers is 7, but .*first has \d. A drafter keeps its shape"),
         ({"mask_token": 5}, r"drafter.mask_token is 5, but .*first has \d+"),
         ({"options": {"width": 1}}, "remove drafter.options, or drafter.from"),
         ({"window": 8}, r"drafter.window is 8, but .*first has None"),

@@ -24,7 +24,7 @@ def _remember(cache: Any) -> list[dict[str, Any]]:
 
 
 def _state(member: Any) -> dict[str, Any]:
-    # The ring from before the block would be copied to be written to; what the block writes is written there again.
+    # A replay writes the block's entries again, at the same places; an older ring would have to be copied for that.
     return {"offsets": member.offsets} if isinstance(member, RowsCache) else vars(member)
 
 

@@ -125,7 +125,7 @@ class DFlashConfig:
     inside: ClassVar[tuple[str, ...]] = ()
     """Fields of a kind that published files have inside ``dflash_config``, unless they are null or empty."""
     inner_labels: ClassVar[Mapping[str, str]] = {}
-    """What stands before them there."""
+    """Further keys that these files have there, with the same value in every file."""
 
     def __post_init__(self) -> None:
         for name, (expected, holds) in self.checks.items():

@@ -110,7 +110,7 @@ def refuse_key(name: str, value: Any) -> None:
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Whether ``value`` of the key ``name`` asks for nothing: one of the values that are supported, or a switch off."""
+    """Whether ``value`` of the key ``name`` asks for nothing: a supported value, or a switch that is off."""
     if name in _KEYS_BY_VALUE:
         return value in _KEYS_BY_VALUE[name][0]
     return any(value is off or (value == off and not isinstance(value, bool)) for off in _OFF)

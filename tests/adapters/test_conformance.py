@@ -101,6 +101,14 @@ def test_an_adapter_that_leaves_its_mark_on_the_model_is_found():
     assert report.failure == "the model's own objects are unchanged: model.norm changed"
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt_neox"])  # which exchange layers, and a norm as well
+def test_a_pass_that_fails_leaves_the_model_as_it_was(name):
+    trial = FullTrial(LoadedTargetModel(small.build(name)))
+    with pytest.raises(ValueError, match="integral"):
+        trial.target.forward_hidden(mx.zeros((1, 3)), trial.target.make_cache(), (0,))
+    CHECKS["the model's own objects are unchanged"](trial)
+
+
 def test_a_weight_may_be_replaced_by_an_equal_one_only():
     trial = FullTrial(LoadedTargetModel(small.build("llama")))
     unchanged, norm = CHECKS["the model's own objects are unchanged"], trial.target.model.model.norm

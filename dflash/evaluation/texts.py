@@ -21,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step, wired_limit
 
+from ..adapters.registry import ADAPTERS
 from ..core.environment import device_name, package_version
 from ..core.files import atomic_write, flat, read_arrays
 from ..core.progress import progress
@@ -49,13 +50,15 @@ def default_folder() -> Path:
 
 
 def identity(target: LoadedTargetModel, stops: Collection[int]) -> dict[str, Any]:
-    """Plain data on all that decides an answer but its prompt and length."""
+    """Plain data on all that decides an answer and its features but its prompt and length."""
+    adapter = ADAPTERS.source(getattr(target.model, "model_type", ""))
     return {
         "target": target_fingerprint(target),
         "dtypes": sorted({str(weight.dtype) for weight in flat(target.model.parameters()).values()}),
         "stops": sorted(stops),
         "versions": {name: package_version(name) for name in ("mlx", "mlx-lm")},
         "device": device_name(),
+        **({} if adapter is None else {"adapter": adapter}),  # a plug-in's, which its author may change
     }
 
 

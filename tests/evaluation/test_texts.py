@@ -8,6 +8,7 @@ import pytest
 from support.models import llama_model, plain_greedy, qwen3_model, wrapped_tokenizer
 
 from dflash import LoadedTargetModel
+from dflash.adapters.registry import ADAPTERS
 from dflash.core.errors import GenerationError
 from dflash.evaluation import texts
 from dflash.evaluation.texts import Texts, delete_texts, kept_texts
@@ -69,6 +70,15 @@ def test_another_targets_texts_are_not_used(tmp_path, written, other):
         (theirs.folder / file.name).write_bytes(file.read_bytes())
     answers(theirs)
     assert len(written) == 3 * len(PROMPTS)
+
+
+def test_texts_and_features_by_an_adapter_of_a_plug_in_are_not_used_once_it_has_changed(tmp_path, monkeypatch):
+    target, folders = rounded(1), []
+    for sources in ({}, {"qwen3": "before"}, {"qwen3": "now"}, {"llama": "now"}):
+        monkeypatch.setattr(ADAPTERS, "source", sources.get)
+        folders.append(Texts(target, [], tmp_path).folder)
+    assert folders[0] == folders[3]
+    assert len(set(folders)) == 3
 
 
 def rounded(seed: int, stored: mx.Dtype = mx.bfloat16) -> LoadedTargetModel:

@@ -6,6 +6,8 @@ at its last checkpoint.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,10 +136,11 @@ def _score_missing(plan: Plan, session: str) -> None:
             continue
         most = planned.cell.options["max_tokens"]
         left = [prompt for prompt in left if len(prompt.tokens) + most <= decoder.max_seq_length]
-        texts = kept.all([prompt.tokens for prompt in left], most)
-        found = progress(replay([decoder], texts, features=features), "score", len(left))
-        for prompt, text, (blocks,) in zip(left, texts, found, strict=True):
-            answers.keep(prompt.key, Answer.on_text(text, blocks, session))
+        with _errors_name(planned):
+            texts = kept.all([prompt.tokens for prompt in left], most)
+            found = progress(replay([decoder], texts, features=features), "score", len(left))
+            for prompt, text, (blocks,) in zip(left, texts, found, strict=True):
+                answers.keep(prompt.key, Answer.on_text(text, blocks, session))
 
 
 def _make_sides(plan: Plan, keys: list[str]) -> dict[str, Side]:
@@ -173,8 +176,14 @@ def _time(side: Side, tokens: list[int], planned: PlannedCell) -> Run:
     seed = planned.cell.options.get("seed")
     if seed is not None:
         mx.random.seed(seed)
-    try:
+    with _errors_name(planned):
         return time_side(side, tokens)
+
+
+@contextmanager
+def _errors_name(planned: PlannedCell) -> Iterator[None]:
+    try:
+        yield
     except DFlashError as error:
         raise DFlashError(f"Cell {planned}: {one_line(error)}") from error
 

@@ -126,11 +126,11 @@ def test_ctrl_c_says_that_the_same_command_continues(write, monkeypatch):
 
 
 def test_cells_without_a_speed_are_scored_on_texts_with_the_blocks_of_decoding(tmp_path, monkeypatch):
-    """Of the bundled pair, whose drafts are often right."""
+    """Of the bundled pair, whose first answer ends with a stop token."""
 
     def study(name: str, limit: int = 1) -> Study:
         values = {"folder": str(tmp_path / name), "plain": False, "vary": {"decode.policy": ["full", "adaptive"]}}
-        values |= {"prompts": {"some": {"limit": limit}}, "decode": {"max_tokens": 24, "block_size": 8}}
+        values |= {"prompts": {"some": {"limit": limit}}, "decode": {"max_tokens": 68, "block_size": 8}}
         return from_dict(Study, values, name)
 
     scored = ablate(study("scored"))
@@ -143,11 +143,38 @@ def test_cells_without_a_speed_are_scored_on_texts_with_the_blocks_of_decoding(t
         assert (cell.row()["tokens_per_s"] is None) == full
         assert cell.row()["acceptance_length"] == other.row()["acceptance_length"] > 2
         for one, two in zip(cell.answers, other.answers, strict=True):
-            assert one == dataclasses.replace(two, seconds=one.seconds, at=one.at)
+            accepted = [min(pair) for pair in zip(two.accepted, two.committed, strict=True)]  # none after a stop token
+            assert one == dataclasses.replace(two, seconds=one.seconds, at=one.at, accepted=accepted)
             assert (one.seconds is None) == full
+    assert len(scored.target.stop_token_ids().intersection(cell.answers[0].tokens)) == 1
     assert {effect.metric for effect in effects(scored, collect(scored))} == {"acceptance_length"}
     ablate(study("decoded", 2))
     assert before.items() <= done(decoded.folder).items(), "what was decoded stays"
+
+
+def test_a_score_that_ends_early_keeps_what_it_has_and_an_error_names_the_cell(make, monkeypatch):
+    options = {"decode": {"max_tokens": 8}, "vary": {"decode.policy": ["full"]}}
+    study, score = make(target="bundled", recipe=None, plain=False, **options), ablation.replay
+
+    def end_with(error: BaseException):
+        def replay(*given, **options):
+            yield next(score(*given, **options))
+            raise error
+
+        monkeypatch.setattr(ablation, "replay", replay)
+
+    end_with(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        ablate(study)
+    (answers,) = (open_plan(study).answers(key) for key in open_plan(study).sides)
+    assert len(answers) == 1
+    end_with(DFlashError("no"))
+    with pytest.raises(DFlashError, match=r"^Cell [0-9a-f]{8} \(policy full, seed 0\): no$"):
+        ablate(study)
+    monkeypatch.setattr(ablation, "replay", score)
+    (cell,) = collect(ablate(study))
+    assert cell.complete
+    assert not any(answer.seconds for answer in cell.answers)
 
 
 def test_two_processes_cannot_share_a_folder(make):

@@ -4,13 +4,14 @@ import random
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import RotatingKVCache
 from support.rows import ROW_TARGETS, row_target
 
 from dflash import LoadedTargetModel
 from dflash.adapters.conformance import small_models as small
 from dflash.core.errors import IncompatibleModelsError
 from dflash.target.ring import RowsCache
-from dflash.target.rows import RowsPass, as_rows
+from dflash.target.rows import RowsPass, as_rows, check_batchable
 from dflash.target.trial import BLOCK, Trial, rows_equal_texts
 
 TEXTS = (3, 11, 7)
@@ -71,3 +72,8 @@ def test_what_has_no_rule_or_heeds_no_padding_is_refused(model_type, message):
     for _ in range(2):  # the second time without the passes
         with pytest.raises(IncompatibleModelsError, match=message):
             target.check_batchable()
+
+
+def test_a_window_that_keeps_its_first_tokens_is_refused():
+    with pytest.raises(IncompatibleModelsError, match="Layer 1 keeps a RotatingKVCache, of which several texts"):
+        check_batchable([RotatingKVCache(8), RotatingKVCache(8, keep=4)])

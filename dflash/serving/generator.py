@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import accumulate
 from queue import Empty, Queue
 from types import SimpleNamespace
@@ -123,12 +123,10 @@ class Generator(server.ResponseGenerator):
         """
         done: Future[T] = Future()
         self.requests.put((done, action, None))
-        while True:
+        while not done.done():
             self._check_alive()
-            try:
-                return done.result(WAKE_SECONDS)
-            except TimeoutError:
-                continue
+            wait([done], WAKE_SECONDS)
+        return done.result()
 
     def exchange(self, drafter: str | None) -> None:
         """Decode the first model with another drafter from the next request on; ``None`` loads the present one again.

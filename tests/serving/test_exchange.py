@@ -90,6 +90,16 @@ def test_a_hangup_while_an_exchange_waits_loads_the_new_one_again(here, other):
     assert told(server) == str(other)
 
 
+def test_a_disk_that_does_not_answer_is_told_like_any_error(here):
+    """The error is not taken for the end of a wait."""
+
+    def load() -> None:
+        raise TimeoutError("The disk does not answer.")
+
+    asked = ThreadPoolExecutor().submit(here().generator.between_requests, load)
+    assert str(asked.exception(20)) == "The disk does not answer."
+
+
 def test_what_cannot_serve_leaves_the_present_drafter(here, decoder, damaged):
     server = here(admin_key="secret", api_key="other")
     refused = [

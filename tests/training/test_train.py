@@ -23,6 +23,7 @@ from dflash.core import backend
 from dflash.core.errors import DFlashError, StopTraining, TrainingError
 from dflash.core.files import exclusive_lock
 from dflash.training.callbacks import CALLBACKS
+from dflash.training.drafters.init import new_drafter
 from dflash.training.features import with_target_pass
 from dflash.training.loop.run_folder import read_progress
 from dflash.training.train import cache_features, train
@@ -185,6 +186,8 @@ def test_elastic_blocks_are_trained_at_every_length(undisturbed, folder, monkeyp
     train(recipe(folder, "elastic", f"drafter.from={undisturbed / 'drafter'}", "drafter.elastic_blocks=true"))
     assert set(drafts) == {1, 2, 3}
     assert dflash.load_drafter(folder / "elastic" / "drafter").config.elastic_blocks
+    new = recipe(folder, "x", "drafter.elastic_blocks=true").drafter
+    assert new_drafter(new, dflash.load_target(folder / "target")).config.elastic_blocks
 
 
 def test_callbacks_of_a_recipe_and_on_log_get_the_log(folder):

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,7 @@ from support.runs import kill_at_random_moments, read_log
 
 import dflash  # noqa: F401  (loads a fast BLAS before MLX)
 from dflash.core.errors import StopTraining, TrainingError
-from dflash.training.loop import run
+from dflash.training.loop import clock, run
 from dflash.training.loop.distributed import Ranks
 from dflash.training.loop.fit import FitSettings, check_losses, fit
 from dflash.training.loop.optimizer import AdamWSettings, MuonSettings
@@ -278,3 +279,13 @@ def test_time_and_memory_are_told_after_the_second_step(tmp_path, caplog):
     assert re.match(
         r"3 steps left of about \S+ s: \d+ s, and 3 evaluation\(s\)\. Memory of a step: ", caplog.messages[0]
     )
+
+
+def test_the_speed_of_steps_leaves_out_what_an_evaluation_takes(monkeypatch):
+    now = iter([0.0, 0.0, 1.0, 9.0, 10.0])  # the clock is made, an evaluation begins and ends, the speed is asked for
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    own = clock.Clock(0.0)
+    own.counted((mx.zeros((2, 8)),))
+    with own.paused():
+        pass
+    assert own.tokens_per_second() == 16 / (10 - 8)

@@ -130,6 +130,7 @@ def test_code_that_would_hang_or_swell_fails_alone():
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert check_answers([(text, SUM_OF_EVEN) for text in texts]) == [True, *[False, True] * len(HARMFUL)]
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < len(HARMFUL)
+    assert run_programs([("def f(n):\n    return len('aaaaaa' * 10 ** 8)", [[1]])]) == [None], "600 MB are too many"
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])

@@ -123,7 +123,7 @@ def _answer_missing(plan: Plan) -> None:
 
 
 def _score_missing(plan: Plan, session: str) -> None:
-    """Answer by the target's texts, untimed, for the cells that these decide, and whose drafters learn nothing."""
+    """Score cells on the target's texts, untimed, where decoding would say the same and the drafter learns nothing."""
     kept = Texts(plan.target)
     features = Features(kept)
     for key, planned in plan.sides.items():
@@ -162,7 +162,7 @@ def _make_sides(plan: Plan, keys: list[str]) -> dict[str, Side]:
 
 
 def _decoder(plan: Plan, planned: PlannedCell, drafters: dict[ModelOptions, Drafter]) -> DFlashSpeculativeDecoder:
-    """With a drafter of those that are loaded, or a new one, which is added to them."""
+    """The cell's decoder; its drafter is one of ``drafters``, or is loaded and added to them."""
     who = planned.cell.drafter
     chosen = ModelOptions(**who | {"block_size": None})
     if planned.training is not None:

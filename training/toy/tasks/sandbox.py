@@ -75,7 +75,7 @@ for program in job["programs"]:
 
 
 def may_run(code: str) -> bool:
-    """Whether this code is nothing but functions, of the syntax, methods and names that are allowed."""
+    """Whether this code only defines functions, with no syntax, method or name beyond those allowed."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

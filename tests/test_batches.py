@@ -108,6 +108,12 @@ def test_a_policy_is_told_of_every_step_and_how_many_rows_it_had(decoder, length
     assert sorted({*policy.rows}, reverse=True) == [5, 4, 3, 2, 1] == sorted({*policy.rows}, key=policy.rows.index)
 
 
+def test_nothing_comes_after_a_stop_string(decoder, texts):
+    *ends, last = (response for _, response in decoder.stream_batch(PROMPTS[1:2], stop_strings=[texts[1][6:8]]))
+    assert [response.finish_reason for response in ends] == [None] * len(ends)
+    assert last.finish_reason == "stop"
+
+
 class Trouble(Exception):
     pass
 

@@ -92,6 +92,21 @@ def test_a_client_that_leaves_in_the_prompt_ends_its_reading(here):
     assert lengths == [4, *range(8, 40, 4)]
 
 
+def test_a_client_that_leaves_makes_room_for_another_that_waits(gated):
+    running, gate = gated
+    running.generator.serving = replace(running.generator.serving, max_queue=1)
+    first = running.open(PROMPT)
+    until(lambda: gate.steps == 1)
+    leaves = running.open(PROMPT)
+    until(lambda: len(running.generator.waiting) == 1)
+    leaves.close()
+    until(lambda: running.generator.waiting[0].gone())
+    other = running.open(PROMPT)
+    until(lambda: not running.generator.waiting[0].gone(), 10)
+    gate.open.release(1000)
+    assert answered(first)["choices"][0]["text"] == answered(other)["choices"][0]["text"] == ANSWER
+
+
 def test_who_waits_hears_that_the_server_lives_and_too_many_are_refused(gated, monkeypatch):
     monkeypatch.setattr(http, "KEEP_ALIVE_SECONDS", 0.1)
     running, gate = gated

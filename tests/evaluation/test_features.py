@@ -48,6 +48,7 @@ def test_features_that_are_held_are_not_read_again(tmp_path, passes):
         assert list(replay([decoder], texts, features=held)) == expected
     rest = [text.tokens[:-1] for text in texts]
     assert passes == [*rest, *rest, *rest, *rest[1:]], "only the first has room in the small one"
+    assert mx.array_equal(held.of(target, texts[0], (2,)), read(target, rest[0], (2,))).item(), "of other layers"
 
 
 def test_another_call_finds_the_exact_features_beside_the_texts(tmp_path, passes):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.cli import assert_one_error, invoke
 
-from dflash import DecodeOptions, load_target
+from dflash import DecodeOptions, LoadedTargetModel, load_target
 from dflash.core.errors import DFlashError
 from dflash.core.files import exclusive_lock, write_json
 from dflash.core.settings import from_dict
@@ -150,6 +150,24 @@ def test_cells_without_a_speed_are_scored_on_texts_with_the_blocks_of_decoding(t
     assert {effect.metric for effect in effects(scored, collect(scored))} == {"acceptance_length"}
     ablate(study("decoded", 2))
     assert before.items() <= done(decoded.folder).items(), "what was decoded stays"
+
+
+def test_only_what_the_targets_texts_decide_is_scored(make, monkeypatch):
+    """Not where speed matters, the drafter learns from text to text, the end is another, or the context cuts."""
+    who = {"scored": {"decode.drafter": "bundled"}, "learns": {"decode.drafter": "ngram"}}
+    who |= {"other end": {"decode.stop_token_ids": [7]}}
+    options = {"decode": {"max_tokens": 16, "policy": "full"}, "vary": {"who": who}}
+    study = make(target="bundled", recipe=None, plain=False, **options)
+    lengths = [len(prompt.tokens) for prompt in open_plan(study).prompts]
+    fit = [length < max(lengths) for length in lengths]
+    assert any(fit)
+    monkeypatch.setattr(LoadedTargetModel, "max_length", max(lengths) + 15)
+    untimed = [[answer.seconds is None for answer in cell.answers] for cell in collect(ablate(study))]
+    assert untimed == [fit, [False] * 3, [False] * 3]
+    timed = ablate(
+        dataclasses.replace(study, folder=study.folder / "timed", plain=True), [open_plan(study).cells[0].name]
+    )
+    assert all(answer.seconds for cell in collect(timed) for answer in cell.answers)
 
 
 def test_a_score_that_ends_early_keeps_what_it_has_and_an_error_names_the_cell(make, monkeypatch):

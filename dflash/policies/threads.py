@@ -14,7 +14,6 @@ from ..core import backend
 if TYPE_CHECKING:
     from ..target import LoadedTargetModel
 
-GAIN = 0.85  # another count is chosen if its pass takes less than this share of the own count's time
 ROUNDS = 3  # timed passes per count; the fastest one counts
 
 _in_use = threading.Lock()  # the count belongs to the process, so one use at a time sets it
@@ -53,8 +52,7 @@ class DecodeThreads:
                 run_pass(tokens)
                 took = clock() - began
             self.seconds[count] = min(took, self.seconds.get(count, took))
-        best = min(self.seconds, key=lambda count: self.seconds[count])
-        self.count = best if self.seconds[best] < GAIN * self.seconds[own] else own
+        self.count = min(self.seconds, key=lambda count: self.seconds[count])
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -312,8 +312,8 @@ def test_a_start_that_does_not_fit_is_refused(start, tmp_path):
     save_drafter(with_tables, tmp_path / "tables")
     for kind, options, place, changes, message in (
         ("dflash2", {"selector_topk": 4}, path, {}, "no option 'selector_topk'; did you mean 'selector_top_k'"),
+        ("dflash2", {}, path, {"window": 8}, "window is 8, but .* has None"),
         ("dflash2", {"conv_group_size": 5}, path, {}, "hidden_size 32 is not a multiple of conv_group_size 5"),
-        ("dflash2", {}, path, {"block_size": 8}, "block_size is 8, but .* has 4"),
         (
             "dspark",
             {},

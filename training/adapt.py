@@ -114,8 +114,8 @@ class Adaptation:
         settings += [f"optimizer.learning_rate={_RATE}", f"run.steps={self.steps}", f"run.evaluate_every={self.steps}"]
         if self.steps * _BATCH > 2 * tokens:  # the target would read each sequence several times
             settings.append(f"data.cached_features={self.folder / FEATURES}")
-        given = [*settings, *self.recipe_settings], self.trust_remote_code
-        text = as_yaml(propose_recipe(self.target, data, self.folder / RUN, *given))
+        settings += self.recipe_settings
+        text = as_yaml(propose_recipe(self.target, data, self.folder / RUN, settings, self.trust_remote_code))
         atomic_write(self.folder / RECIPE, lambda file: file.write_text(text, encoding="utf-8"))
         write_json(self.folder / BEGUN, self._given())
 

@@ -60,8 +60,16 @@ def adapt(
     show_log()
     target = replace(models, drafter=drafter).load_target()
     name = str(drafter_folder(target)) if drafter == "bundled" else drafter
-    given = (steps, mix, tuple(settings or ()), models.trust_remote_code)
-    adaptation = Adaptation(record, name, output, str(models.target or target.folder), *given)
+    adaptation = Adaptation(
+        record,
+        drafter=name,
+        output=output,
+        target=str(models.target or target.folder),
+        steps=steps,
+        mix=mix,
+        recipe_settings=tuple(settings or ()),
+        trust_remote_code=models.trust_remote_code,
+    )
     del target  # training loads its own
     with resumable(adaptation.folder):
         found = adaptation.run()

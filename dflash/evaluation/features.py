@@ -18,12 +18,12 @@ class Features:
     """
 
     def __init__(self, kept: Texts | None = None, most_bytes: int = 2**28):
-        self._kept, self._left, self._held = kept, most_bytes, dict[str, mx.array]()
+        self._kept, self._left, self._held = kept, most_bytes, dict[tuple[tuple[int, ...], ...], mx.array]()
 
     def of(self, target: LoadedTargetModel, text: Text, layer_ids: Sequence[int]) -> mx.array:
         """``[1, S, F]`` of all tokens but the last. The target must be the same in each call."""
         tokens = text.tokens[:-1]
-        if (found := self._held.get(name := f"{tokens} {layer_ids}")) is not None:
+        if (found := self._held.get(key := (tuple(tokens), tuple(layer_ids)))) is not None:
             return found
         kept = self._kept if layer_ids else None
         if kept is None or (found := kept.features(tokens, layer_ids)) is None:
@@ -31,7 +31,7 @@ class Features:
             if kept is not None:
                 kept.keep_features(tokens, layer_ids, found)
         if found.nbytes <= self._left:
-            self._held[name], self._left = found, self._left - found.nbytes
+            self._held[key], self._left = found, self._left - found.nbytes
         return found
 
 

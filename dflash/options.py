@@ -25,6 +25,7 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: float32 could not hold the scaled log-probabilities."""
 
 ANSWERS = {
+    "adapter_path": "adapters load with a target that decodes; to train a drafter, fuse them first (mlx_lm.fuse).",
     "draft_model": "name the drafter where the decoder is made: DFlashSpeculativeDecoder.from_pretrained(drafter=...).",
     "ignore_chat_template": "give chat=False.",
     "image": "only text is decoded; leave it out.",

@@ -11,6 +11,7 @@ from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter,
 from support.runs import recipe, recipe_values, write_dataset
 
 import dflash
+from dflash.serving.record import recording
 from dflash.training import PrepareSettings, prepare
 from dflash.training.train import train
 
@@ -36,7 +37,7 @@ def loud_pair(pair, tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory) -> Path:
-    """What commands read: a pair of models, a GGUF file, prompts, datasets, a run, a trace, a recipe, a study."""
+    """What commands read: two models, a GGUF file, prompts, datasets, a run, a trace, a recipe, a study, a record."""
     folder = tmp_path_factory.mktemp("place")
     save_target(qwen3_model(1, vocab=TEXT_VOCAB), folder / "target")
     dflash.save_drafter(random_drafter(3, TEXT_VOCAB), folder / "drafter")
@@ -55,6 +56,11 @@ def place(tmp_path_factory) -> Path:
     study |= {"prompts": {"all": {"file": str(folder / "prompts.jsonl"), "limit": 2}}}
     study |= {"decode": {"max_tokens": 4}, "vary": {"decode.block_size": [4, 2]}}
     (folder / "study.yaml").write_text(yaml.safe_dump(study))
+    with recording(folder / "record", 1 << 20, None) as record:
+        record.begin(decoder.loaded_target)
+        for n in range(60, 70):
+            record.add([{"role": "user", "content": chr(n)}], [65, n], [n, n + 1] * 4, greedy=True)
+        record.close()
     return folder
 
 

@@ -6,19 +6,14 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from support.cli import COMMAND, invoke
+from support.cli import command_names, invoke
 
 import dflash
 from dflash.cli import global_options_first, loading
 
 
 def test_every_command_has_help_with_an_example():
-    def commands(group, *path):
-        for name, command in group.commands.items():
-            if not command.hidden:
-                yield from commands(command, *path, name) if hasattr(command, "commands") else [(*path, name)]
-
-    for path in commands(COMMAND):
+    for path in command_names():
         result = invoke(*path, "-h")
         assert result.exit_code == 0
         assert f"dflash {' '.join(path)}" in result.stdout.split("Examples:")[1]

@@ -233,6 +233,11 @@ def test_bad_adapters_are_one_line(name, files, tmp_path):
     assert_one_error(invoke("generate", "Hi", "--adapter-path", folder), "adapter_path needs the target")
 
 
+@pytest.mark.parametrize("command", ["prompts", "prepare", "fit", "recipe", "cache-features", "train", "adapt"])
+def test_training_says_to_fuse_adapters(command):
+    assert_one_error(invoke(command, "--adapter-path", "adapters"), "--adapter-path is not here: .*mlx_lm.fuse", code=2)
+
+
 def test_an_unknown_end_token_is_one_line(files):
     for token in ("<|nope|>", str(TEXT_VOCAB)):
         result = invoke("generate", "Hi", "--model", files["target"], "--extra-eos-token", token)

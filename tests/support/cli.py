@@ -1,6 +1,8 @@
 """The command line in tests: one call, and what an error must look like."""
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import typer
 from click.testing import CliRunner, Result
@@ -8,6 +10,14 @@ from click.testing import CliRunner, Result
 from dflash import cli
 
 COMMAND = typer.main.get_command(cli.app)  # made once: it takes longer than most calls in tests
+
+
+def command_names(group: Any = COMMAND) -> Iterator[tuple[str, ...]]:
+    """The words of every command but hidden ones."""
+    for name, command in group.commands.items():
+        if not command.hidden:
+            rest = command_names(command) if hasattr(command, "commands") else [()]
+            yield from ((name, *words) for words in rest)
 
 
 def invoke(*args: object, stdin: str | bytes | None = None) -> Result:

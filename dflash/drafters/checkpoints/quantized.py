@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...core.errors import CheckpointError, DFlashError
+from ...core.values import short
 
 logger = logging.getLogger(__name__)
 
@@ -135,14 +136,14 @@ def _checked(options: Mapping[str, Any], what: str) -> dict[str, Any]:
     group_size, bits = usual(mode)
     scheme = {"group_size": options.get("group_size", group_size), "bits": options.get("bits", bits), "mode": mode}
     given = scheme["group_size"], scheme["bits"]
-    fits, expected = given == MODES[mode], f"bits {bits} and group size {group_size}"
+    whole = all(type(size) is int for size in given)
+    fits, expected = whole and given == MODES[mode], f"bits {bits} and group size {group_size}"
     if mode == "affine":
-        whole = all(type(size) is int for size in given)
         fits = whole and given[0] in (32, 64, 128) and given[1] in (2, 3, 4, 5, 6, 8)
         expected = "bits 2, 3, 4, 5, 6 or 8 and a group size of 32, 64 or 128"
     if not fits:
         raise CheckpointError(
-            f"The quantisation of {what} has bits {scheme['bits']!r} and group size {scheme['group_size']!r}; "
+            f"The quantisation of {what} has bits {short(given[1])} and group size {short(given[0])}; "
             f"mode {mode!r} needs {expected}."
         )
     return scheme

@@ -150,7 +150,8 @@ def test_the_bundled_drafter_quantised_at_load_keeps_its_acceptance_and_the_targ
 def test_what_cannot_be_quantised_or_limited_at_load_is_refused(tmp_path):
     save_drafter(drafter(), tmp_path)
     assert load_drafter(tmp_path, window=5).make_cache().layers[0].limit == 5
-    for options, words in (({"bits": 7}, "bits 7"), ({"window": 0}, "at least 1")):
+    odd = {"bits": mx.array([4, 4])}
+    for options, words in (({"bits": 7}, "bits 7"), (odd, "has bits array"), ({"window": 0}, "at least 1")):
         with pytest.raises(DFlashError, match=words):
             load_drafter(tmp_path, **options)
     for options, words in (({"bits": 8}, "NgramDrafter has no weights"), ({"window": 8}, "NgramDrafter")):

@@ -9,9 +9,10 @@
 Every stage can be resumed and finished stages are skipped, so the same call continues an interrupted one.
 """
 
+import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from dflash.prompts.conversations import Conversation
 
 from .data.dataset import check_target, open_dataset, read_manifest
 from .data.join import join
-from .data.split import opening_digest
+from .data.split import HeldoutRule, opening_digest
 from .data.text import read_dataset
 from .export import export, require_only_a_drafter
 from .new_recipe import as_yaml, check_overrides, propose_recipe
@@ -47,6 +48,7 @@ _CHECKED = ("run.evaluate_prompts=16", "run.evaluate_tokens=64")  # while it tra
 class Adaptation:
     """A drafter to continue for ``steps`` on the record of a server, with the training of ``mix``, another dataset.
 
+    Where that has more tokens, the record's requests are repeated until at least half of all tokens are theirs.
     ``recipe_settings`` override the proposed recipe. ``target`` and ``drafter`` are folders or hub names.
     """
 
@@ -100,12 +102,18 @@ class Adaptation:
     def _begin(self) -> None:
         """Copy the record, which may grow while this runs, and propose a recipe; then the options are settled."""
         check_overrides(self.recipe_settings)
-        if not read_manifest(self.record).get("recorded"):
+        if not (manifest := read_manifest(self.record)).get("recorded"):
             raise DataError(f"{self.record} is no record of dflash serve; dflash train continues a drafter on it.")
         self.folder.chmod(0o700)  # as the record's
         data = self.folder / DATA
         shutil.rmtree(data, ignore_errors=True)
-        join([self.record, *([] if self.mix is None else [self.mix])], data)
+        folders = [self.record, *([] if self.mix is None else [self.mix])]
+        own, *mixed = (sum(s["tokens"] for s in read_manifest(folder)["splits"].values()) for folder in folders)
+        rule, held = HeldoutRule(**manifest["heldout"]), read_dataset(self.record, "heldout")
+        digests = [opening_digest(Conversation(tuple(row.text["messages"]), "")) for row in held]
+        share = max(digests, default=0) / 2**64  # what the record holds out is held out beside others too
+        rule = replace(rule, percent=max(rule.percent, min(100 * share * (1 + 1e-9), 99.9)))
+        join(folders, data, rule, max(math.ceil(sum(mixed) / own), 1))
         if not any("greedy" in row.text for row in read_dataset(data, "heldout")):
             raise DataError(f"No request of {self.record} is held out to compare drafters on; record more requests.")
         tokens = len(open_dataset(data, "train", None).tokens)

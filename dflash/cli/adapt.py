@@ -30,7 +30,7 @@ def adapt(
     steps: Annotated[int, typer.Option(metavar="N", help="Steps of training.", min=1)] = 300,
     mix: Annotated[
         Path | None,
-        typer.Option(metavar="DATA", help="Train on this dataset too, so that other requests are not forgotten."),
+        typer.Option(metavar="DATA", help="Train on this too, against forgetting; at least half is the record's."),
     ] = None,
     settings: options.Settings = None,
 ) -> None:

@@ -285,8 +285,8 @@ RunSeed = Annotated[int, option_of(DecodeOptions, "seed")]
 Prompts = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE.jsonl|HUB",
-        help='Lines such as {"prompt": "..."} or {"messages": [...]}. '
+        metavar="FILE.jsonl|FOLDER|HUB",
+        help='Lines such as {"prompt": "..."} or {"messages": [...]}, or what a dataset holds out. '
         "Default: held-out requests of the bundled models.",
         callback=not_empty,
     ),

@@ -12,7 +12,10 @@ app = typer.Typer()
 
 @app.command()
 def report(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE.jsonl...", help="Files of --trace.")],
+    traces: Annotated[
+        list[Path],
+        typer.Argument(metavar="TRACE.jsonl|FOLDER...", help="Files of --trace, folders of dflash serve --record."),
+    ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE.html", help="The page.", callback=options.in_a_folder)
     ] = Path("report.html"),
@@ -22,7 +25,8 @@ def report(
 ) -> None:
     """Show traces as one page: text by blocks, what each model thought, and plots. It needs no network.
 
-    Answers of several traces to the same prompt stand side by side. Needs
+    Answers of several traces to the same prompt stand side by side. Of a
+    server's record it shows acceptance by position and by request. Needs
     pandas and matplotlib, which the extra "study" brings.
 
     Examples:
@@ -31,6 +35,7 @@ def report(
     dflash report word.jsonl
     dflash eval mine --trace mine.jsonl && dflash eval theirs --trace theirs.jsonl
     dflash report mine.jsonl theirs.jsonl -o both.html
+    dflash report served -o served.html
     """
     from ..core.files import atomic_write
     from ..evaluation.trace_report import report as page

@@ -67,7 +67,8 @@ class Requests:
     ) -> "Requests":
         """The first ``limit`` conversations of a JSONL file or a hub dataset; ``template`` makes their prompts.
 
-        Without a ``source`` they are the held-out requests of the bundled models.
+        Of a dataset's folder they are those that it holds out. Without a ``source`` they are the held-out requests of
+        the bundled models.
         """
         from ..evaluation import HELDOUT
         from ..prompts.conversations import read_conversations
@@ -75,6 +76,8 @@ class Requests:
         if limit is not None and limit < 1:
             raise DFlashError(f"--limit must be at least 1, got {limit}.")
         source = source or HELDOUT
+        if Path(source).is_dir():
+            return cls(_heldout(Path(source), template)[:limit], str(source))
         return cls(read_conversations(source, template=template, limit=limit), str(source))
 
     @classmethod
@@ -142,3 +145,15 @@ class Requests:
         for sentence in left_out:
             logger.warning("%s", sentence)
         return found, left_out
+
+
+def _heldout(folder: Path, template: str | None) -> list["Conversation"]:
+    """What a dataset holds out, each request once. Completions, which a server may record, are no conversations."""
+    from ..prompts.conversations import conversation, message_bytes
+    from ..training.data.text import read_dataset
+
+    rows = (row for row in read_dataset(folder, "heldout") if row.text.get("chat", True))
+    found = [conversation(row.text, f"{folder}, conversation {row.number}", template) for row in rows]
+    if not found:
+        raise DataError(f"{folder} holds out no conversation; see 'dflash data split', or give a file of prompts.")
+    return list({message_bytes(own.unanswered().messages): own for own in found}.values())

@@ -4,7 +4,8 @@
 ``speedup`` finds the arithmetic limit, ``report`` shows the result; ``batch_speed`` times batches. ``acceptance``
 scores a drafter without plain decoding, on ``suites``, the papers' prompts, among others. ``texts`` keeps the target's
 greedy answers and ``features`` what it makes of them; on these ``replay`` scores drafters without decoding, and
-``anchors`` says more of them. ``traces`` reads traces into tables, ``trace_report`` and ``trace_plots`` show them.
+``anchors`` says more of them. ``traces`` reads traces into tables, ``served`` the records of servers, and
+``trace_report`` and ``trace_plots`` show them.
 ``demo`` and ``doctor`` are the commands of these names; ``prediction`` says what acceptance would bring elsewhere.
 """
 

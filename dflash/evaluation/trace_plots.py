@@ -9,18 +9,17 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 from ..decoding.profile import PARTS
-from .traces import Traces, acceptance_counts, calibration, calibration_error, survival, time_by_part
+from .traces import Traces, acceptance_counts, acceptance_length, calibration, calibration_error, survival, time_by_part
 
-if TYPE_CHECKING:
-    import pandas as pd
-
+PERIODS = 20  # parts of the requests: few enough to read as a table
 INK, GRID = "#010000", "#020000"
 SERIES = tuple(f"#03000{i}" for i in range(6))
 PART_COLOURS = tuple(f"#04000{i}" for i in range(len(PARTS)))
@@ -36,9 +35,10 @@ _SETTINGS: Any = {
 
 
 def plots(traces: Traces) -> str:
-    """Four figures as HTML: survival by position, accepted drafts, calibration, time by part."""
+    """Figures as HTML: survival by position, accepted drafts, requests in turn; for traces calibration and time too."""
+    of_traces = (_calibration, _time) if traces.records else ()
     with matplotlib.rc_context(_SETTINGS):
-        return "".join(draw(traces) for draw in (_survival, _counts, _calibration, _time))
+        return "".join(draw(traces) for draw in (_survival, _counts, _requests, *of_traces))
 
 
 def _survival(traces: Traces) -> str:
@@ -60,7 +60,7 @@ def _survival(traces: Traces) -> str:
     )
     note = "Of verified drafts: blocks that accepted every draft up to a position, of those that checked it. "
     note += "Beside each point: how many checked it."
-    if (traces.blocks.verified < traces.blocks.proposed).any():
+    if "proposed" not in traces.blocks or not (traces.blocks.verified >= traces.blocks.proposed).all():
         note += " A policy that checks more drafts of good blocks makes this rise: compare with --policy full."
     if any(table.low.notna().any() for table in tables.values()):
         note += " Bands are 95 % intervals over prompts."
@@ -81,6 +81,31 @@ def _counts(traces: Traces) -> str:
     return _html("Drafts accepted by a block", figure, label, "Fraction of the blocks.", tables)
 
 
+def _requests(traces: Traces) -> str:
+    """Each request in its order, and the mean of equal parts of them; nothing for single requests."""
+    if len(traces.requests) == len(traces.names):
+        return ""
+    tables = {}
+    with _panel("request", "tokens per block") as (figure, panel):
+        for colour, name in zip(_colours(traces), traces.names, strict=True):
+            own = _of(traces.blocks, name)
+            drafted = own[(own.block > 0) & ~own.asleep]
+            each = drafted.groupby("request").committed.mean()
+            panel.plot(each.index + 1, each, color=colour, linestyle="", marker=".", alpha=0.35)
+            parts = pd.Series(np.arange(len(each)) * min(PERIODS, len(each)) // max(len(each), 1), each.index)
+            rows = []
+            for _, blocks in drafted.groupby(drafted.request.map(parts)):
+                mean, numbers = acceptance_length(blocks), blocks.request + 1
+                rows.append((numbers.min(), numbers.max(), len(blocks), mean.value, mean.low, mean.high))
+            table = pd.DataFrame(rows, columns=["from", "to", "blocks", "tokens per block", "low", "high"])
+            panel.plot((table["from"] + table.to) / 2, table["tokens per block"], color=colour, label=name)
+            tables[name] = table
+    means = {name: table["tokens per block"] for name, table in tables.items() if len(table)}
+    ends = "; ".join(f"{name} {own.iloc[0]:.2f} first and {own.iloc[-1]:.2f} last" for name, own in means.items())
+    note = f"In the order of the trace: each request, and the mean of at most {PERIODS} equal parts of them."
+    return _html("Request by request", figure, f"Tokens per block by request: {ends}", note, tables)
+
+
 def _calibration(traces: Traces) -> str:
     tables = {name: calibration(_of(traces.drafts, name)) for name in traces.names}
     with _panel("the drafter's probability", "accepted", percent=True) as (figure, panel):
@@ -97,7 +122,7 @@ def _calibration(traces: Traces) -> str:
 
 def _time(traces: Traces) -> str:
     times = {}
-    for name in traces.names:
+    for name in dict.fromkeys(request.trace for request in traces.records):
         tokens = _of(traces.requests, name).tokens.sum()
         times[name] = 1000 * time_by_part(_of(traces.blocks, name)) / tokens
     names = [f"{_shortened(name)}: {parts.sum():.2f} ms" for name, parts in times.items()]
@@ -118,7 +143,7 @@ def _time(traces: Traces) -> str:
     return _html("Where the time goes", figure, label, note, tables)
 
 
-def _of(table: "pd.DataFrame", name: str) -> "pd.DataFrame":
+def _of(table: pd.DataFrame, name: str) -> pd.DataFrame:
     return table[table.trace == name]
 
 
@@ -156,7 +181,7 @@ def _svg(figure: Figure, label: str) -> str:
     return text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
 
 
-def _html(title: str, figure: Figure, label: str, note: str, tables: "dict[str, pd.DataFrame]") -> str:
+def _html(title: str, figure: Figure, label: str, note: str, tables: dict[str, pd.DataFrame]) -> str:
     values = "".join(
         f"<p>{escape(name)}</p>{table.to_html(index=False, border=0, na_rep='-', float_format=lambda v: f'{v:.3g}')}"
         for name, table in tables.items()

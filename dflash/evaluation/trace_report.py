@@ -41,6 +41,7 @@ def report(traces: Traces, texts: int = TEXTS) -> str:
         subtitle=escape(_subtitle(traces)),
         figures=_figures(traces),
         hint=escape(HINT),
+        hidden="" if traces.records else "hidden",
         left_out=left_out,
         articles="".join(articles),
         plots=_plots(traces),
@@ -66,6 +67,8 @@ def _page(name: str) -> str:
 
 
 def _subtitle(traces: Traces) -> str:
+    if not traces.records:
+        return f"Recorded by dflash serve, {traces.requests.date.min()} to {traces.requests.date.max()}."
     about = traces.records[0].about
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     return f"Target {_model(about['target'])}. {about['date']}, {about['device']}; {versions}."
@@ -73,7 +76,7 @@ def _subtitle(traces: Traces) -> str:
 
 def _figures(traces: Traces) -> str:
     """A table with a column for each trace, narrow enough for a phone."""
-    rows: dict[str, list[str]] = {"drafter, options": [_how(_first(traces, name)) for name in traces.names]}
+    rows: dict[str, list[str]] = {"drafter, options": [_first(traces, name) for name in traces.names]}
     for row in summary(traces).to_dict("records"):
         figures = {
             "tokens per block": _with_limits(row, "acceptance_length", 2),
@@ -99,8 +102,10 @@ def _figures(traces: Traces) -> str:
     )
 
 
-def _first(traces: Traces, name: str) -> Request:
-    return next(request for request in traces.records if request.trace == name)
+def _first(traces: Traces, name: str) -> str:
+    """How the first request was decoded."""
+    recorded = _model(traces.requests[traces.requests.trace == name].drafter.iloc[0])
+    return next((_how(request) for request in traces.records if request.trace == name), recorded)
 
 
 def _with_limits(row: dict[str, Any], name: str, digits: int) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from ..core.errors import DataError, DFlashError, install_extra
 from ..decoding.profile import PARTS
 from ..decoding.trace import Record, read_records
+from .served import read_served
 from .statistics import Interval, Ratio
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Traces:
-    """What :func:`read_traces` found; ``names`` are those of the traces.
+    """What :func:`read_traces` found; ``names`` are those of the traces. Records of a server have no ``records``.
 
     ``requests``: ``trace request target drafter prompt_length tokens blocks seconds tokens_per_second``, then
     ``option_...``. ``blocks``: ``trace request block position source asleep proposed verified accepted committed``,
@@ -64,22 +65,27 @@ class Traces:
 
 
 def read_traces(*sources: str | Path | Sequence[Record]) -> Traces:
-    """Tables of trace files, or of lists of records.
+    """Tables of trace files, of lists of records, or of folders of ``dflash serve --record``.
 
-    A file is called by its name without suffix, or by its path if two have the same name; a list by its number. Raises
-    ``DataError`` for other files and traces without a request, and ``DFlashError`` without pandas.
+    A file is called by its name without suffix, or by its path if two have the same name; a list by its number. A
+    folder has fewer columns (:func:`~.served.read_served`). Raises ``DataError`` for other files and traces without a
+    request, and ``DFlashError`` without pandas.
     """
     pandas = require_pandas()
-    names = _names(sources)
-    requests = [request for name, source in zip(names, sources, strict=True) for request in _requests(name, source)]
-    drafts = [row for request in requests for row in _draft_rows(request)]
-    return Traces(
-        names,
-        requests,
-        pandas.DataFrame([_request_row(request) for request in requests]),
-        pandas.DataFrame([row for request in requests for row in _block_rows(request)]),
-        pandas.DataFrame(drafts, columns=_DRAFT_COLUMNS),
-    )
+    requests, names, tables = list[Request](), list[str](), []
+    for name, source in zip(_names(sources), sources, strict=True):
+        if isinstance(source, str | Path) and Path(source).is_dir():
+            tables.append(read_served(name, Path(source)))
+            names += dict.fromkeys(tables[-1][0].trace)
+        else:
+            requests += _requests(name, source)
+            names.append(name)
+    if requests:
+        rows = [_request_row(request) for request in requests], [r for own in requests for r in _block_rows(own)]
+        drafts = pandas.DataFrame([r for own in requests for r in _draft_rows(own)], columns=_DRAFT_COLUMNS)
+        tables.insert(0, (pandas.DataFrame(rows[0]), pandas.DataFrame(rows[1]), drafts))
+    requests_of, blocks, drafts = (pandas.concat(parts, ignore_index=True) for parts in zip(*tables, strict=True))
+    return Traces(names, requests, requests_of, blocks, drafts.reindex(columns=_DRAFT_COLUMNS))
 
 
 def require_pandas() -> Any:

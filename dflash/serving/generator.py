@@ -226,6 +226,7 @@ class Generator(server.ResponseGenerator):
         except Exception as error:  # a chat template is a program that comes with the target
             raise Refused(400, f"The target cannot take this request: {one_line(error)}") from error
         request.client.prompt, request.client.decode = list(prompt), tokenizer.decode
+        request.client.drafter = self.about[args.model.model]["drafter"]
         if not 0 < len(prompt) < limit:
             reason = f"The prompt has {len(prompt)} tokens; expected 1 to {limit - 1}."
             raise Refused(400, reason, code="context_length_exceeded")

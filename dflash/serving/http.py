@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 from mlx_lm.server import APIHandler
@@ -39,6 +40,7 @@ class Handler(APIHandler):
     """Seconds that a client may take to send its body or to read a piece of the answer."""
     response_generator: Generator
     prompt: list[int]
+    drafter: str
     decode: Callable[[list[int]], str]
     """That of the model that answers."""
 
@@ -167,6 +169,7 @@ class Handler(APIHandler):
         greedy = self.temperature == 0 and not any(penalties)
         blocks = [(len(step.drafted), step.accepted) for step in steps if step.drafted]
         about = {"chat": self.path in CHAT, "greedy": greedy, "finish_reason": steps[-1].finish_reason}
+        about |= {"drafter": self.drafter, "date": datetime.now(UTC).isoformat(timespec="seconds")}
         record.add(messages, self.prompt, answer, **about, blocks=blocks)
 
     def _logprobs(

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from support.cli import assert_one_error, invoke
 
+from dflash.cli.requests import Requests
 from dflash.core.errors import DataError, DFlashError
+from dflash.evaluation.traces import acceptance_counts, survival
 from dflash.serving.record import Record, recorded, recorded_path, recording, shard_numbers
+from dflash.study import read_traces
 from dflash.training.data.dataset import change_split, open_dataset, read_manifest
 from dflash.training.data.join import join
 from dflash.training.data.split import HeldoutRule
@@ -191,3 +194,86 @@ def test_a_record_without_requests_says_so(decoder, tmp_path):
     recorded_path(tmp_path, 0).write_text("no JSON\n" + json.dumps({}) + "\n")
     with pytest.raises(DataError, match="is damaged"):
         read_manifest(tmp_path)
+
+
+# --- its report -----------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_record_is_what_clients_were_told(here, tmp_path):
+    folder, page = tmp_path / "served", tmp_path / "page.html"
+    server = here(record=folder)
+    told = [server.chat(question, max_tokens=24).metrics["speculative_decoding"] for question in QUESTIONS[:4]]
+    traces = read_traces(folder)
+    assert traces.names == ["served"]
+    accepted = traces.blocks.groupby("request").accepted.sum()
+    assert accepted.tolist() == [own["num_accepted_draft_tokens"] for own in told]
+    assert len(traces.drafts) == sum(own["num_draft_tokens"] for own in told)
+    counts = dict.fromkeys(range(16), 0)
+    for own in told:
+        for accepted, blocks in own["acceptance_histogram"].items():
+            counts[int(accepted)] += blocks
+    assert acceptance_counts(traces.blocks).to_dict() == {count: counts[count] for count in range(16)}
+    first = survival(traces.drafts).iloc[0]
+    assert first.blocks == sum(own["num_spec_steps"] for own in told)
+    assert first.survival == pytest.approx(1 - counts[0] / first.blocks)
+    assert set(traces.requests.drafter) == {"bundled"}
+    assert traces.requests.date.str.match(r"20\d\d-\d\d-\d\dT").all()
+    result = invoke("report", folder, "-o", page)
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "Request by request" in text
+    assert "Recorded by dflash serve, 20" in text
+    assert "Where the time goes" not in text
+    assert 'aria-labelledby="texts" hidden>' in text
+    assert QUESTION not in text
+
+
+def write_record(folder: Path, decoder, lines: list[dict]) -> Path:
+    folder.mkdir()
+    record = Record(folder, 1 << 20, [])
+    record.begin(decoder.loaded_target)
+    for number, about in enumerate(lines):
+        record.add([{"role": "user", "content": f"{number % 20}"}], [5, number], [7, 8], **about)
+    return folder
+
+
+def test_a_drafter_that_was_exchanged_has_its_own_figures_and_traces_stand_beside(decoder, tmp_path):
+    lines = [{"drafter": "old", "blocks": [(3, 1)]}] * 30 + [{"drafter": "new", "blocks": [(3, 3), (2, 0)]}] * 30
+    folder, trace = write_record(tmp_path / "served", decoder, lines), tmp_path / "mine.jsonl"
+    decoder.generate("Hi", 12, trace=trace, policy="full")
+    traces = read_traces(trace, folder)
+    assert traces.names == ["mine", "served, old", "served, new"]
+    positions = {name: survival(traces.drafts[traces.drafts.trace == name]) for name in traces.names}
+    assert positions["served, old"].survival.tolist() == [1, 0, 0]
+    assert positions["served, new"].survival.tolist() == [0.5, 0.5, 1]
+    assert positions["served, new"].blocks.tolist() == [60, 60, 30]
+    page = tmp_path / "page.html"
+    assert invoke("report", trace, folder, "-o", page).exit_code == 0
+    text = page.read_text()
+    assert "Tokens per block by request: " in text
+    assert "served, old 2.00 first and 2.00 last; served, new 2.50 first and 2.50 last" in text
+    assert "Where the time goes" in text
+    assert "Hi" in text
+
+
+def test_what_has_no_acceptance_is_refused_in_one_line(decoder, tmp_path):
+    (tmp_path / "other").mkdir()
+    folders = {
+        "no record of dflash serve": tmp_path / "other",
+        "holds no block with drafts": write_record(tmp_path / "plain", decoder, [{"blocks": []}]),
+        "so there is no acceptance": write_record(tmp_path / "empty", decoder, []),
+    }
+    for message, folder in folders.items():
+        assert_one_error(invoke("report", folder, "-o", tmp_path / "page.html"), message)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_score_takes_what_a_record_holds_out(decoder, tmp_path):
+    folder = write_record(tmp_path / "served", decoder, [{"chat": number != 3} for number in range(40)])
+    held = {row.text["messages"][0]["content"] for row in read_dataset(folder, "heldout") if row.text["chat"]}
+    found = Requests.read(folder).conversations
+    assert [own.unanswered().messages[0]["content"] for own in found] == list(dict.fromkeys(sorted(held, key=int)))
+    assert 1 < len(held) < 20
+    assert len(Requests.read(str(folder), limit=1).conversations) == 1
+    with pytest.raises(DataError, match="holds out no conversation"):
+        Requests.read(write_record(tmp_path / "raw", decoder, [{"chat": False}] * 9))

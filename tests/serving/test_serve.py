@@ -2,7 +2,9 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import mlx.core as mx
 import openai
 import pytest
 from support.cli import assert_one_error, invoke
@@ -58,7 +60,6 @@ def test_a_text_is_that_of_generate_and_usage_counts_it(server, decoder, asked, 
 
 def test_logprobs_are_the_targets_own(server, decoder):
     """Of each token in its place, whatever was drafted: those of plain mlx-lm."""
-    import mlx.core as mx
     from mlx_lm import stream_generate
 
     answer = server.complete("def total(values):", max_tokens=16, logprobs=3)
@@ -70,6 +71,43 @@ def test_logprobs_are_the_targets_own(server, decoder):
         assert ours["logprob"] == pytest.approx(theirs.logprobs[theirs.token].item(), abs=1e-3)
         likeliest = mx.sort(theirs.logprobs)[::-1][:3].tolist()
         assert [top["logprob"] for top in ours["top_logprobs"]] == pytest.approx(likeliest, abs=1e-3)
+
+
+def test_seeds_and_logprobs_that_come_together_are_exact(server, decoder):
+    """They are decoded one after another: each has the text of its seed, and the target's own log-probabilities."""
+    asked: list[dict] = [
+        {"temperature": 0.8, "seed": 7},
+        {"logprobs": 2},
+        {"temperature": 0.8, "seed": 7, "logprobs": 2},
+        {},
+        {"temperature": 1.2, "seed": 8},
+        {"temperature": 1.2, "seed": 8},
+        {"logprobs": 1, "frequency_penalty": 0.5},
+        {"temperature": 0.8, "seed": 9, "top_p": 0.9, "logprobs": 1},
+    ]
+    prompt = "def total(values):"
+
+    def ask(number: int):
+        return server.complete(prompt, max_tokens=16, **asked[number]).choices[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(8)))
+    loaded = decoder.loaded_target
+    begin = loaded.tokenizer.encode(prompt)
+    for answer, options in zip(found, asked, strict=True):
+        plain = {name: value for name, value in options.items() if name != "logprobs"}
+        steps = list(decoder.stream_generate(prompt, 16, chat=False, **plain))
+        assert answer.text == "".join(step.text for step in steps)
+        if "logprobs" in options:
+            tokens = [token for step in steps for token in step.tokens]
+            assert [told["id"] for told in answer.logprobs.content] == tokens
+        if "logprobs" in options and "frequency_penalty" not in options:
+            logits = loaded.model(mx.array([begin + tokens[:-1]]))[0, len(begin) - 1 :].astype(mx.float32)
+            right = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            for told, row, token in zip(answer.logprobs.content, right, tokens, strict=True):
+                assert told["logprob"] == pytest.approx(row[token].item(), abs=2e-3)
+                best = mx.sort(row)[::-1][: options["logprobs"]].tolist()
+                assert [top["logprob"] for top in told["top_logprobs"]] == pytest.approx(best, abs=2e-3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 17])

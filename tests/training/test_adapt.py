@@ -114,6 +114,22 @@ def test_ctrl_c_loses_nothing(folder, record, begun, adapted, tmp_path, monkeypa
     assert (output / weights).read_bytes() == (adapted[0] / weights).read_bytes()
 
 
+def test_what_is_mixed_in_leaves_the_record_half_of_the_tokens_and_its_held_out_requests(
+    folder, target, begun, tmp_path
+):
+    """Of few requests the record holds out more than a tenth."""
+    record = write_record(tmp_path / "few", target, count=12)
+    adapt(folder, record, begun, tmp_path / "new", "--steps", 1, "--mix", folder / "data")
+    rows = list(read_dataset(tmp_path / "new.adapt" / "data"))
+    own, other = ([row for row in rows if ("greedy" in row.text) == recorded] for recorded in (True, False))
+    tokens, mixed = (sum(row.tokens for row in part) for part in (own, other))
+    assert mixed <= tokens < mixed + sum(row.tokens for row in read_dataset(record))
+    held = {split: [row.text["messages"] for row in read_dataset(record, split)] for split in ("train", "heldout")}
+    assert len(held["heldout"]) >= 5
+    for row in own:
+        assert row.text["messages"] in held[row.split]
+
+
 def test_sampled_answers_are_no_texts_and_each_request_counts_once(target, record, tmp_path):
     sampled = write_record(tmp_path / "sampled", target, greedy=False)
     join([record, sampled, record], tmp_path / "both")

@@ -23,11 +23,12 @@ from .dataset import (
 from .split import HeldoutRule
 
 
-def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None) -> dict[str, Any]:
+def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None, times: int = 1) -> dict[str, Any]:
     """Copy the shards of the datasets in ``folders``, in order, into the new dataset ``out``; returns its manifest.
 
     ``heldout`` decides which conversations are held out; ``None`` keeps the first dataset's rule. It depends on a
-    conversation's opening alone, so the same request is in the same split in every dataset.
+    conversation's opening alone, so the same request is in the same split in every dataset. Requests of a server's
+    record are repeated ``times``.
 
     Raises ``DataError`` for a dataset that is unfinished, of format version 1, or of another target or tokenizer than
     the first, and if ``out`` is not empty.
@@ -42,7 +43,7 @@ def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None)
         (out / SHARDS).mkdir()
         for number, (folder, manifest, i) in enumerate(parts):
             if manifest.get("recorded"):
-                write_shard(out, number, recorded_examples(folder, i))
+                write_shard(out, number, recorded_examples(folder, i) * times)
                 continue
             _copy(text_path(folder, i), text_path(out, number))
             _copy(shard_path(folder, i), shard_path(out, number))

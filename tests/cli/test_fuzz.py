@@ -145,6 +145,7 @@ def check_command_line(number: int, place: Path, out: Path) -> None:
 def check_command_lines(numbers: range, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("http.server.ThreadingHTTPServer.serve_forever", lambda server: None)  # it has started: enough
+    monkeypatch.setattr("dflash.evaluation.demo.MAX_TOKENS", 8)
     handlers = logging.root.handlers[:]
     for number in numbers:
         out = tmp_path / str(number)

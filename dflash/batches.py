@@ -113,6 +113,15 @@ def tapped(decoder: "DFlashSpeculativeDecoder", options: DecodeOptions) -> Tappe
     )
 
 
+def check_together(options: DecodeOptions) -> None:
+    """Raise ``GenerationError`` for an option that works with one text only."""
+    alone = [name for name in ALONE if name in options.asked()]
+    alone += ["seed"] * (options.seed is not None and not options.greedy)  # the rows share MLX's random numbers
+    alone += ["verify"] * (options.verify_rule() is not first_mismatch)
+    if alone:
+        raise GenerationError(f"{alone[0]} is for one prompt at a time: leave it out, or use stream_generate.")
+
+
 def _request(
     decoder: "DFlashSpeculativeDecoder",
     prompt: Prompt,
@@ -123,11 +132,7 @@ def _request(
 ) -> Request:
     """The row of one prompt, with its ``own`` options in the place of those ``given`` for all."""
     options = decoder._request_options({**given, **own}) if own else common
-    alone = [name for name in ALONE if name in options.asked()]
-    alone += ["seed"] * (options.seed is not None and not options.greedy)  # the rows share MLX's random numbers
-    alone += ["verify"] * (options.verify_rule() is not first_mismatch)
-    if alone:
-        raise GenerationError(f"{alone[0]} is for one prompt at a time: leave it out, or use stream_generate.")
+    check_together(options)
     if shared := next((name for name in OF_ALL if getattr(options, name) != getattr(common, name)), None):
         raise GenerationError(f"{shared} holds for the whole batch; give it once, not for each prompt.")
     tokens = prompt_tokens(decoder.loaded_target, prompt, **of_prompts)

@@ -11,6 +11,7 @@ from support.rows import Script
 
 from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, Proposal, read_conversations
 from dflash.bench import HELDOUT
+from dflash.decoding.sampling import DrawingSampler
 from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.combined import CombinedDrafter
 from dflash.drafters.ngram import NgramDrafter
@@ -250,6 +251,19 @@ class Sampler:
 def test_a_sampler_of_ones_own_gets_one_position_at_a_time(decoder):
     expected = [decoder.generate(prompt, sampler=Sampler()) for prompt in PROMPTS]
     assert decoder.batch_generate(PROMPTS, sampler=Sampler()) == expected
+
+
+def test_rows_that_draw_alike_are_drawn_in_one_call(decoder, monkeypatch):
+    """mlx-lm asks whether their samplers are the same object."""
+    draw, calls = DrawingSampler.__call__, []
+
+    def counted(self, logprobs):
+        calls.append(len(logprobs))
+        return draw(self, logprobs)
+
+    monkeypatch.setattr(DrawingSampler, "__call__", counted)
+    decoder.batch_generate(PROMPTS, temperature=0.7, policy=0, stop_token_ids=[])
+    assert {*calls} == {len(PROMPTS)}
 
 
 # --- the default policy: costs of so many rows decide ------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -85,7 +86,7 @@ def bench(
     requests = Requests.read(prompts, template=template, limit=limit)
     known = [c.extra["check"] for c in requests.conversations if isinstance(c.extra.get("check"), dict)]
     check_answers([("def f(): pass", check) for check in known])  # an unknown check shows before a model loads
-    rows = None if batch is None else _rows(batch, drafter or ())
+    rows = None if batch is None else _rows(batch, drafter or (), decoding)
     decoders = loading.load_decoders(models, drafter or ())
     terminal.show_progress()
     if rows is not None:
@@ -103,8 +104,10 @@ def bench(
     comparison.show(settings, as_json)
 
 
-def _rows(batch: str, drafters: Sequence[str]) -> list[int]:
-    """The numbers of rows in ``batch``. Raises ``DFlashError`` for anything else, and for several drafters."""
+def _rows(batch: str, drafters: Sequence[str], decoding: DecodeOptions) -> list[int]:
+    """The numbers of rows in ``batch``. Raises ``DFlashError`` for anything else, and for what batches are not for."""
+    from ..batches import check_together
+
     if len(drafters) > 1:
         raise DFlashError(f"--batch measures one drafter at a time, got {len(drafters)}.")
     try:
@@ -113,6 +116,7 @@ def _rows(batch: str, drafters: Sequence[str]) -> list[int]:
         raise DFlashError(f"--batch takes whole numbers and commas, such as 1,2,4,8, got {batch!r}.") from error
     for number in rows:
         require_count("batch", number, 1)
+    check_together(replace(decoding, seed=None))  # neither side is seeded
     return rows
 
 

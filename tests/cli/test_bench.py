@@ -75,10 +75,13 @@ def test_batches_in_a_table_that_fails_where_tokens_differ(pair, prompts, monkey
         (("--batch", "1,two"), "whole numbers and commas.*'1,two'"),
         (("--batch", "0"), "batch must be .* at least 1"),
         (("--batch", "2", "--drafter", "ngram"), "one drafter"),
-        (("--batch", "2", "--tree", "4", "--max-tokens", "4"), "tree is for one prompt at a time"),
+        (("--batch", "2", "--tree", "4"), "tree is for one prompt at a time"),
+        (("--batch", "2", "--kv-bits", "8"), "kv_bits is for one prompt at a time"),
+        (("--batch", "2", "--temp", "1", "--verify", "speculative_sampling"), "verify is for one prompt at a time"),
     ],
 )
-def test_batches_that_cannot_be_measured_are_one_line(pair, prompts, options, message):
+def test_batches_that_cannot_be_measured_are_one_line_before_models_load(pair, prompts, options, message, monkeypatch):
+    monkeypatch.delattr("dflash.cli.loading.load_decoders")
     assert_one_error(invoke("bench", *pair, "--prompts", prompts, *options), message)
 
 

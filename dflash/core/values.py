@@ -58,9 +58,9 @@ def check_caches(max_kv_size: Any, kv_bits: Any, kv_group_size: Any) -> None:
     """Options of caches, as far as no model says more: a bound beyond the four first tokens, MLX's quantisations."""
     if max_kv_size is not None:
         require_count("max_kv_size", max_kv_size, 5)
-    if kv_bits not in (None, 2, 3, 4, 6, 8):
+    if kv_bits is not None and not (_is_whole(kv_bits) and kv_bits in (2, 3, 4, 6, 8)):
         raise GenerationError(f"kv_bits must be 2, 3, 4, 6 or 8, got {short(kv_bits)}.")
-    if kv_bits is not None and kv_group_size not in (32, 64, 128):
+    if kv_bits is not None and not (_is_whole(kv_group_size) and kv_group_size in (32, 64, 128)):
         raise GenerationError(f"kv_group_size must be 32, 64 or 128, got {short(kv_group_size)}.")
 
 

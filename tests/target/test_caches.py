@@ -2,6 +2,7 @@
 
 import logging
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from support.models import ScriptedDrafter, plain_greedy, qwen3_model, target
@@ -79,6 +80,8 @@ def test_a_model_that_mlx_lm_cannot_quantise_is_refused_before_the_first_token(n
         ({"max_kv_size": 4}, "max_kv_size must be a whole number of at least 5, got 4"),
         ({"kv_bits": 8, "kv_group_size": 48}, "kv_group_size must be 32, 64 or 128, got 48"),
         ({"kv_bits": 5}, "kv_bits must be 2, 3, 4, 6 or 8"),
+        ({"kv_bits": 4.0}, "kv_bits must be .* got 4.0"),
+        ({"kv_bits": mx.array([4, 8])}, "kv_bits must be .* got array"),
         ({"kv_bits": 8, "kv_group_size": 32}, "kv_group_size 32 does not divide the size of this target's attention"),
     ],
 )

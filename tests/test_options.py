@@ -200,6 +200,8 @@ BAD_OPTIONS = {
     "unknown rule": ({"verify": "first_mismatc"}, ["Unknown verification rule", "did you mean 'first_mismatch'"]),
     "unknown option": ({"tempreature": 1.0}, ["Unknown option 'tempreature'", "did you mean 'temperature'"]),
     "kv_bits": ({"kv_bits": 5}, ["kv_bits"]),
+    "a group size that is no number": ({"kv_group_size": mx.array([1, 2])}, ["kv_group_size", "got array"]),
+    "a profile that is no switch": ({"profile": mx.array([1, 2])}, ["profile must be True or False, got array"]),
     "too long": ({"max_tokens": 99}, ["2 tokens", "max_tokens 99", "100 tokens", "to 98"]),
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import GenerationError
-from .values import require_count, require_number
+from .values import require_count, require_number, short
 
 
 def option(
@@ -70,7 +70,7 @@ def named(record: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_limits(options: Any) -> None:
-    """Give each option of ``None`` its default, and raise ``GenerationError`` for a number out of its limits."""
+    """Give each option of ``None`` its default, and raise ``GenerationError`` for a value out of its limits."""
     for field in dataclasses.fields(options):
         value, (least, most) = getattr(options, field.name), field.metadata["limits"]
         if value is None:
@@ -79,3 +79,5 @@ def check_limits(options: Any) -> None:
             require_number(field.metadata["called"] or field.name, value, least, most)
         elif field.metadata["kind"] is int and least > -math.inf:
             require_count(field.name, value, int(least), None if most == math.inf else int(most))
+        elif field.metadata["kind"] is bool and not isinstance(value, bool | int):
+            raise GenerationError(f"{field.name} must be True or False, got {short(value)}.")

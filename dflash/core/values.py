@@ -60,7 +60,7 @@ def check_caches(max_kv_size: Any, kv_bits: Any, kv_group_size: Any) -> None:
         require_count("max_kv_size", max_kv_size, 5)
     if kv_bits is not None and not (_is_whole(kv_bits) and kv_bits in (2, 3, 4, 6, 8)):
         raise GenerationError(f"kv_bits must be 2, 3, 4, 6 or 8, got {short(kv_bits)}.")
-    if kv_bits is not None and not (_is_whole(kv_group_size) and kv_group_size in (32, 64, 128)):
+    if not _is_whole(kv_group_size) or (kv_bits is not None and kv_group_size not in (32, 64, 128)):
         raise GenerationError(f"kv_group_size must be 32, 64 or 128, got {short(kv_group_size)}.")
 
 

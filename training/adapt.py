@@ -107,13 +107,12 @@ class Adaptation:
         self.folder.chmod(0o700)  # as the record's
         data = self.folder / DATA
         shutil.rmtree(data, ignore_errors=True)
-        folders = [self.record, *([] if self.mix is None else [self.mix])]
-        own, *mixed = (sum(s["tokens"] for s in read_manifest(folder)["splits"].values()) for folder in folders)
-        rule, held = HeldoutRule(**manifest["heldout"]), read_dataset(self.record, "heldout")
-        digests = [opening_digest(Conversation(tuple(row.text["messages"]), "")) for row in held]
-        share = max(digests, default=0) / 2**64  # what the record holds out is held out beside others too
-        rule = replace(rule, percent=max(rule.percent, min(100 * share * (1 + 1e-9), 99.9)))
-        join(folders, data, rule, max(math.ceil(sum(mixed) / own), 1))
+        if self.mix is None:
+            join([self.record], data)
+        else:
+            own, mixed = (_tokens(made) for made in (manifest, read_manifest(self.mix)))
+            rule = self._heldout_rule(HeldoutRule(**manifest["heldout"]))
+            join([self.record, self.mix], data, rule, max(math.ceil(mixed / own), 1))
         if not any("greedy" in row.text for row in read_dataset(data, "heldout")):
             raise DataError(f"No request of {self.record} is held out to compare drafters on; record more requests.")
         tokens = len(open_dataset(data, "train", None).tokens)
@@ -126,6 +125,13 @@ class Adaptation:
         text = as_yaml(propose_recipe(self.target, data, self.folder / RUN, settings, self.trust_remote_code))
         atomic_write(self.folder / RECIPE, lambda file: file.write_text(text, encoding="utf-8"))
         write_json(self.folder / BEGUN, self._given())
+
+    def _heldout_rule(self, rule: HeldoutRule) -> HeldoutRule:
+        """The record's ``rule``, with a share that holds out the same requests beside another dataset's too."""
+        held = read_dataset(self.record, "heldout")
+        digests = [opening_digest(Conversation(tuple(row.text["messages"]), "")) for row in held]
+        share = max(digests, default=0) / 2**64 * (1 + 1e-9)  # digests below the share are held out, so a little more
+        return replace(rule, percent=max(rule.percent, min(100 * share, 99.9)))
 
     def _compare(self, target: LoadedTargetModel) -> "Comparison":
         check_target(read_manifest(self.folder / DATA), target, self.folder / DATA)
@@ -159,6 +165,11 @@ class Comparison:
     def better(self) -> bool:
         """Whether the new drafter is better by more than the interval."""
         return self.ratio.low is not None and self.ratio.low > 1
+
+
+def _tokens(manifest: dict[str, Any]) -> int:
+    """Tokens of a dataset, in both splits."""
+    return sum(split["tokens"] for split in manifest["splits"].values())
 
 
 def heldout_texts(data: Path, target: LoadedTargetModel) -> list[tuple[int, Text]]:

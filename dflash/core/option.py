@@ -79,5 +79,5 @@ def check_limits(options: Any) -> None:
             require_number(field.metadata["called"] or field.name, value, least, most)
         elif field.metadata["kind"] is int and least > -math.inf:
             require_count(field.name, value, int(least), None if most == math.inf else int(most))
-        elif field.metadata["kind"] is bool and not isinstance(value, bool | int):
+        elif field.metadata["kind"] is bool and not isinstance(value, int):
             raise GenerationError(f"{field.name} must be True or False, got {short(value)}.")

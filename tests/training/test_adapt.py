@@ -130,6 +130,13 @@ def test_what_is_mixed_in_leaves_the_record_half_of_the_tokens_and_its_held_out_
         assert row.text["messages"] in held[row.split]
 
 
+def test_of_two_records_only_the_first_is_repeated(target, record, tmp_path):
+    few = write_record(tmp_path / "few", target, count=12)
+    join([few, record], tmp_path / "both", times=3)
+    counts = [len(list(read_dataset(folder))) for folder in (few, record, tmp_path / "both")]
+    assert counts[2] == 3 * counts[0] + counts[1]
+
+
 def test_sampled_answers_are_no_texts_and_each_request_counts_once(target, record, tmp_path):
     sampled = write_record(tmp_path / "sampled", target, greedy=False)
     join([record, sampled, record], tmp_path / "both")

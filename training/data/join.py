@@ -27,8 +27,8 @@ def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None,
     """Copy the shards of the datasets in ``folders``, in order, into the new dataset ``out``; returns its manifest.
 
     ``heldout`` decides which conversations are held out; ``None`` keeps the first dataset's rule. It depends on a
-    conversation's opening alone, so the same request is in the same split in every dataset. Requests of a server's
-    record are repeated ``times``.
+    conversation's opening alone, so the same request is in the same split in every dataset. If the first dataset is a
+    server's record, its requests are repeated ``times``.
 
     Raises ``DataError`` for a dataset that is unfinished, of format version 1, or of another target or tokenizer than
     the first, and if ``out`` is not empty.
@@ -43,7 +43,7 @@ def join(folders: Sequence[Path], out: Path, heldout: HeldoutRule | None = None,
         (out / SHARDS).mkdir()
         for number, (folder, manifest, i) in enumerate(parts):
             if manifest.get("recorded"):
-                write_shard(out, number, recorded_examples(folder, i) * times)
+                write_shard(out, number, recorded_examples(folder, i) * (times if folder == folders[0] else 1))
                 continue
             _copy(text_path(folder, i), text_path(out, number))
             _copy(shard_path(folder, i), shard_path(out, number))

@@ -8,7 +8,8 @@ from mlx_lm.generate import StopSequences
 
 from .core.errors import GenerationError
 from .core.values import require_count
-from .decoding.batch import SpeculativeGenerator, Tapped
+from .decoding.admission import SpeculativeGenerator
+from .decoding.batch import Tapped
 from .decoding.sampling import LogitsProcessor, Sampler
 from .decoding.stream import Answer, DFlashResponse, Step
 from .decoding.text import TextStream

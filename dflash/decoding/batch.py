@@ -10,7 +10,8 @@ caches hold what it has answered; the token after that, its anchor, is known. A 
 5. keeps exactly these tokens in the row's caches, the target's and the drafter's.
 
 No row waits for another: each keeps what was right in it. A policy decides ``k`` for all rows, by what blocks of so
-many rows cost; where none pays, the step is mlx-lm's own.
+many rows cost; where none pays, the step is mlx-lm's own. A text joins with such a step, which reads the last token of
+its prompt.
 """
 
 import copy
@@ -18,11 +19,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, GenerationBatch
+from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 
 from ..core.errors import GenerationError
@@ -32,13 +32,13 @@ from ..policies.base import BlockRecord, Drafts, Policy
 from ..target import LoadedTargetModel
 from ..target.rows import as_rows
 from .block import Block, call_policy, check_committed, not_a_number
-from .sampling import GREEDY, DrawingSampler, Sampler, process_logits
+from .sampling import DrawingSampler, Sampler, process_logits
 from .verify import NO_TOKEN, accepted_length, sample_target
 
 logger = logging.getLogger(__name__)
 
 WAITING = 64  # plain steps whose features are kept for the drafter, at most
-PROMPTS_AT_ONCE = 8  # read in one pass, as in mlx-lm
+JOINING = -1  # tokens that a row has answered, while its next one is the last of its prompt
 
 
 class Tapped:
@@ -138,6 +138,8 @@ class SpeculativeBatch(GenerationBatch):
             self.filter([row for row, error in enumerate(errors) if error is None])
         if not self.uids:
             return failed
+        if any(answered == JOINING for answered in self._num_tokens):
+            return failed + self._plain_step() or self.next()
         policy = self.model.policy
         most = 0 if call_policy(policy.sleep) else self._most_drafts()
         length = min(call_policy(policy.draft_length, most), most) if most else 0
@@ -248,10 +250,13 @@ class SpeculativeBatch(GenerationBatch):
     def _plain_step(self) -> list[RowBlock]:
         """mlx-lm's own step, one token a row. The drafter's context gets several steps' tokens at once, later."""
         started, rows, self.model.waiting = self.model.clock(), len(self.uids), self._waiting
+        joining = {uid for uid, answered in zip(self.uids, self._num_tokens, strict=True) if answered == JOINING}
         try:
-            answers = super().next()
+            answers = [a for a in super().next() if a.uid not in joining]
         finally:
             self.model.waiting = None
+        for row in (row for row, uid in enumerate(self.uids) if uid in joining):
+            self._matchers[row] = self.stop_sequences[row].matcher()
         seconds = self.model.clock() - started
         self.model.policy.observe(BlockRecord(0, 0, 0, 0, None, seconds, asleep=True, rows=rows))
         if len(self._waiting) >= WAITING:
@@ -297,52 +302,6 @@ class SpeculativeBatch(GenerationBatch):
         """The caches of one row, as it would have them alone."""
         self._settle()
         return super().extract_cache(idx)
-
-
-class SpeculativeGenerator(BatchGenerator):
-    """mlx-lm's ``BatchGenerator`` over a :class:`Tapped` model; its generation responses are :class:`RowBlock`.
-
-    It decodes at most ``rows`` texts at once, and reads prompts in steps of ``step_size`` tokens.
-    """
-
-    def __init__(self, model: Tapped, rows: int, step_size: int):
-        super().__init__(
-            cast(Any, model),
-            completion_batch_size=rows,
-            prefill_batch_size=min(rows, PROMPTS_AT_ONCE),
-            prefill_step_size=step_size,
-            stream=mx.default_stream(mx.default_device()),
-        )
-        self._generation_batch = SpeculativeBatch.empty(cast(Any, model), self.sampler)
-
-    def insert_segments(
-        self, segments: Any, max_tokens: Any = None, caches: Any = None, *options: Any, **named: Any
-    ) -> Any:
-        """As mlx-lm's; ``caches`` are those of texts alone, such as a row's that has left a batch."""
-        rows = caches and [held and as_rows(held) for held in caches]
-        return super().insert_segments(segments, max_tokens, rows, *options, **named)
-
-    def _make_batch(self, n: int) -> Any:
-        """The next prompts, each with samplers and logits processors that can fail alone."""
-        batch = super()._make_batch(n)
-        batch.samplers = [_of_row(sampler) for sampler in batch.samplers]
-        batch.logits_processors = [
-            [Guarded(process, lambda _, logits: logits) for process in processors or ()]
-            for processors in batch.logits_processors
-        ]
-        return batch
-
-
-def _of_row(sampler: Sampler) -> Sampler:
-    """The sampler as a row has it: mlx-lm samples rows that share one in one call, which not every one allows."""
-    if isinstance(sampler, DrawingSampler):
-        return _first_equal(sampler)
-    return sampler if sampler is GREEDY else Guarded(sampler, GREEDY)
-
-
-@lru_cache
-def _first_equal(sampler: DrawingSampler) -> DrawingSampler:
-    return sampler
 
 
 def _failed(uid: int, error: Exception) -> RowBlock:

@@ -19,7 +19,8 @@ from mlx_lm.server import Response, _format_top_logprobs
 
 from ..batches import ALONE, tapped
 from ..core.errors import IncompatibleModelsError, one_line
-from ..decoding.batch import RowBlock, SpeculativeGenerator, Tapped
+from ..decoding.admission import SpeculativeGenerator
+from ..decoding.batch import RowBlock, Tapped
 from ..decoding.sampling import Sampler
 from ..decoding.stream import Answer, DFlashResponse, Step
 from ..options import DecodeOptions

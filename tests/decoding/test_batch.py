@@ -12,7 +12,9 @@ from support.models import qwen3_model, random_drafter
 from support.rows import ROW_TARGETS, WINDOW, Script, row_target
 
 from dflash import BlockRecord, LoadedTargetModel, Policy, Proposal
-from dflash.decoding.batch import SpeculativeGenerator, Tapped
+from dflash.decoding.admission import SpeculativeGenerator
+from dflash.decoding.batch import Tapped
+from dflash.policies.base import Fixed
 from dflash.target.compare import assert_same_caches
 
 TEXTS, MOST, BLOCK = 5, 28, 8
@@ -208,6 +210,30 @@ def test_a_row_ends_with_its_last_token_without_a_pass_that_reads_it():
     steps = [answers[0].block.tokens for answers in iter(generator.next_generated, [])]
     assert [len(tokens) for tokens in steps] == [BLOCK, BLOCK + 1]
     assert sum(steps, prompt) == text[: len(prompt) + 2 * BLOCK + 1]
+
+
+def test_a_row_joins_with_a_step_of_all_rows(monkeypatch):
+    target, shapes, forward = row_target("full"), [], LoadedTargetModel.forward_hidden
+
+    def noted(self, tokens, *given):
+        shapes.append(tuple(tokens.shape))
+        return forward(self, tokens, *given)
+
+    monkeypatch.setattr(LoadedTargetModel, "forward_hidden", noted)
+    asked, expected = prompts("full", long=False)[:3], alone("full", "greedy", False)
+    limits, policy = [3, 9, 5], Fixed(0)
+    generator = SpeculativeGenerator(Tapped(target, Script([], [], 1), policy, BLOCK, 512), 2, 2048)
+    stops = [StopSequences([[prompt[-1]]]) for prompt in asked]  # which end an answer, not a prompt
+    assert not any(prompt[-1] in text for prompt, text in zip(asked, expected, strict=False))
+    uids, got = generator.insert(asked, limits, stop_sequences=stops), [[], [], []]
+    while answers := generator.next_generated():
+        for answer in answers:
+            got[uids.index(answer.uid)] += answer.block.tokens
+    assert got == [text[:limit] for text, limit in zip(expected, limits, strict=False)]
+    steps = [(2, 1)] * 4  # in which two prompts join, and three tokens of both rows
+    steps += [(1, 4), (1, 1)]  # the third prompt, and a step of the row that is left
+    steps += [(2, 1)] * 5  # in which the third row joins, and four tokens of both
+    assert shapes == [(2, 6), *steps, (1, 1)]
 
 
 def test_no_row_is_fed_beyond_the_positions_of_the_target(monkeypatch):

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from ..target import LoadedTargetModel
 
 ROUNDS = 3  # timed passes per count; the fastest one counts
+WORTH = 0.85  # share of the time that more threads may take: they leave the host no core, which a pass alone hides
 
 _in_use = threading.Lock()  # the count belongs to the process, so one use at a time sets it
 
 
 class DecodeThreads:
-    """The thread count with which one target's passes are fastest: all, half of them or one, if the bits are equal.
+    """The fewest threads with which one target's passes are about as fast: all, half or one, if the bits are equal.
 
     Args:
         run_pass: Runs a target pass over the given number of tokens and returns its evaluated logits.
@@ -52,7 +53,7 @@ class DecodeThreads:
                 run_pass(tokens)
                 took = clock() - began
             self.seconds[count] = min(took, self.seconds.get(count, took))
-        self.count = min(self.seconds, key=lambda count: self.seconds[count])
+        self.count = min(n for n, took in self.seconds.items() if min(self.seconds.values()) >= WORTH * took)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

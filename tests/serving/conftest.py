@@ -11,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import mlx.core as mx
 import openai
 import pytest
 
 import dflash
+from dflash.adapters.conformance import small_models as small
 from dflash.models import ModelOptions
 from dflash.options import DecodeOptions
 from dflash.policies.base import Policy
@@ -32,6 +35,12 @@ QUESTIONS = [
     "Hi",
 ]
 QUESTION = QUESTIONS[0]
+SMOLLM2 = Path(__file__).parents[2] / "runs/smollm2-135m/target"
+
+both = pytest.mark.parametrize(
+    "target", ["bundled", pytest.param(SMOLLM2, id="smollm2", marks=pytest.mark.slow)], indirect=True
+)
+"""The test is of SmolLM2, too."""
 
 
 class Gate(Policy):
@@ -124,16 +133,35 @@ def process(*options: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="package")
-def server() -> Iterator[Server]:
-    """The bundled pair, as a user serves it."""
-    with process("--policy", "full", "--max-body-bytes", "20000", "--max-seq-length", "600") as running:
+def target(request) -> str | Path:
+    """What is served."""
+    served = getattr(request, "param", "bundled")
+    if isinstance(served, Path) and not served.exists():
+        pytest.skip("SmolLM2 is not here; make runs/smollm2-135m/target/config.json fetches it")
+    return served
+
+
+@pytest.fixture(scope="package")
+def server(target) -> Iterator[Server]:
+    """The target with its drafter, as a user serves them."""
+    limits = ("--max-body-bytes", "20000", "--max-seq-length", "600", "--prefill-step-size", "8")
+    with process("--target", str(target), "--served-model-name", "bundled", "--policy", "full", *limits) as running:
         yield running
 
 
 @pytest.fixture(scope="package")
-def decoder() -> dflash.DFlashSpeculativeDecoder:
+def decoder(target) -> dflash.DFlashSpeculativeDecoder:
     """What the texts must equal."""
-    return dflash.DFlashSpeculativeDecoder.from_pretrained(max_seq_length=600)
+    return dflash.DFlashSpeculativeDecoder.from_pretrained(target, max_seq_length=600)
+
+
+@pytest.fixture(scope="package")
+def model():
+    """A small random target."""
+    mx.random.seed(0)
+    model = small.build("qwen3", seed=3)
+    mx.eval(model.parameters())
+    return model
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ from dflash.bundled import REAL
 from dflash.errors import IncompatibleModelsError
 from dflash.models import ModelOptions
 
-from .conftest import QUESTION, until
+from .conftest import QUESTION, both, endless, until
 
 
 def user(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
+@both
 @pytest.mark.parametrize(
     ("asked", "options"),
     [
@@ -31,6 +32,7 @@ def user(text: str) -> list[dict]:
         ({"stop": "He buys"}, {"stop_strings": ["He buys"]}),
         ({"stop": ["zzz", ". "]}, {"stop_strings": ["zzz", ". "]}),
         ({"logprobs": True, "top_logprobs": 2}, {}),
+        ({"tools": [{"type": "function", "function": {"name": "weather"}}]}, {}),  # which these templates leave out
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -58,6 +60,7 @@ def test_a_text_is_that_of_generate_and_usage_counts_it(server, decoder, asked, 
     assert sum(drafts["acceptance_histogram"].values()) == drafts["num_spec_steps"]
 
 
+@both
 def test_logprobs_are_the_targets_own(server, decoder):
     """Of each token in its place, whatever was drafted: those of plain mlx-lm."""
     from mlx_lm import stream_generate
@@ -127,6 +130,7 @@ def test_an_answer_ends_with_the_context(server, decoder):
         assert answer.choices[0].text == decoder.generate(tokens, room)
 
 
+@both
 def test_the_same_prompt_again_and_a_prompt_that_is_kept_whole_are_answered(server, decoder):
     """mlx-lm issue 1215: nothing is left to read. The last token of an answer is not in the caches."""
     prompt = "def add(a, b):"
@@ -138,6 +142,37 @@ def test_the_same_prompt_again_and_a_prompt_that_is_kept_whole_are_answered(serv
         assert answer.choices[0].text == decoder.generate(longer, 12, chat=False)
         assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
     assert server.send("GET", "/health")[0] == 200
+
+
+@both
+def test_clients_that_leave_while_they_wait_in_the_answer_and_in_the_prompt(server, decoder):
+    counted = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
+    endless_answer = {"prompt": "def part(", "max_tokens": 500, "stream": True} | endless(decoder)
+
+    def counts() -> list[float]:
+        for gauge in ("running", "waiting"):
+            until(lambda gauge=gauge: server.metric(f"vllm:num_requests_{gauge}") == 0)
+        return [server.metric(f"vllm:{name}") for name in counted]
+
+    def leave_at(begin: bytes, asked: dict, *waiting: dict) -> list[float]:
+        """What is counted of a client that leaves at a line, before which others came and left."""
+        before = counts()
+        with server.open(asked) as connection, connection.makefile("rb") as file:
+            assert any(line.startswith(begin) for line in iter(file.readline, b""))
+            for other in waiting:
+                with server.open(other):
+                    until(lambda: server.metric("vllm:num_requests_waiting") == 1)
+        return [now - then for then, now in zip(before, counts(), strict=True)]
+
+    prompt, answer, requests = leave_at(b"data: ", endless_answer | {"logprobs": 1}, endless_answer)
+    assert (prompt, requests) == (len(decoder.tokenizer.encode("def part(")), 1)
+    assert 0 < answer < 500
+    long = {"prompt": "e f g h " * 140, "max_tokens": 8}
+    prompt, answer, requests = leave_at(b": keepalive", long | {"stream": True})
+    assert (answer, requests) == (0, 1)
+    again = server.complete(**long)
+    assert 0 < again.usage.prompt_tokens_details.cached_tokens < prompt - 1
+    assert again.choices[0].text == decoder.generate(long["prompt"], 8, chat=False)
 
 
 BAD = [

@@ -5,12 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import openai
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.models import TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, save_target
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from dflash import DFlashSpeculativeDecoder, LoadedTargetModel
+from dflash import DFlashSpeculativeDecoder
 from dflash.adapters.conformance import small_models as small
 from dflash.bundled import REAL
 from dflash.errors import GenerationError
@@ -18,7 +15,8 @@ from dflash.models import ModelOptions
 from dflash.target.ring import RowsCache
 
 from . import load
-from .conftest import QUESTIONS, Gate, answered, endless, until
+from .conftest import QUESTIONS, Gate, answered, both, endless, until
+from .words import ids, words
 
 KINDS = [
     {},
@@ -30,29 +28,6 @@ KINDS = [
     {"temperature": 0, "seed": 3},
     {"presence_penalty": 0.5},
 ]
-
-
-def words(model, share: float = 0.5, template: str | None = None, **options) -> DFlashSpeculativeDecoder:
-    """A decoder of a small random model whose tokens are written as numbers, with a template but for two tags."""
-    names = {i: str(i) for i in range(999)} | ({40: "<think>", 41: "</think>"} if template else {})
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in names.items()}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template))
-    target = LoadedTargetModel(model, wrapped)
-    drafter = ScriptedDrafter(list(range(64)), 64, share)
-    return DFlashSpeculativeDecoder(target, drafter, **{"policy": "full"} | options)
-
-
-def ids(text: str) -> list[int]:
-    return [int(word) for word in text.split()]
-
-
-@pytest.fixture(scope="module")
-def model():
-    mx.random.seed(0)
-    model = small.build("qwen3", seed=3)
-    mx.eval(model.parameters())
-    return model
 
 
 @pytest.fixture
@@ -67,9 +42,9 @@ def gated(here, model, gate):
     return here(lambda: words(model, policy=gate)), gate
 
 
-def test_eight_requests_of_all_kinds_get_the_texts_that_they_have_alone(here, decoder):
+@both
+def test_eight_requests_of_all_kinds_get_the_texts_that_they_have_alone(server, decoder):
     """Beside one that does not end, so that none is alone."""
-    server = here()
 
     def ask(number: int, stream: bool) -> tuple[str, int, bool]:
         question, options = QUESTIONS[number % 5], {"max_tokens": 16} | KINDS[number]
@@ -87,13 +62,14 @@ def test_eight_requests_of_all_kinds_get_the_texts_that_they_have_alone(here, de
     alone = [ask(number, False) for number in range(8)]
     assert alone[0][0] == decoder.generate(QUESTIONS[0], 16)
     until(lambda: server.metric("vllm:num_requests_running") == 0)  # it falls after an answer
-    with server.open({"prompt": "def part(", "max_tokens": 3900, "stream": True} | endless(decoder)):
+    with server.open({"prompt": "def part(", "max_tokens": 500, "stream": True} | endless(decoder)):
         until(lambda: server.metric("vllm:num_requests_running") == 1)
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(ask, range(8), [False, True] * 4)) == alone
         until(lambda: server.metric("vllm:num_requests_running") == 1)
 
 
+@both
 def test_a_conversation_goes_on_from_alone_to_a_batch_and_back(server, decoder):
     """The caches of both models come along: only what is new is read, and drafts are right as with cold caches."""
     messages = [{"role": "system", "content": "Answer this: " + "x y " * 20}]
@@ -250,62 +226,6 @@ def test_a_drafter_that_fails_when_a_client_leaves_fails_no_other(here, model, t
             assert answer == plain_greedy(model, ids(prompt), 20)[0]
     until(lambda: running.metric("vllm:num_requests_running") == 0)
     assert ask("1 2 3") == plain_greedy(model, [1, 2, 3], 20)[0]
-
-
-class FailsAfter(ScriptedDrafter):
-    """A drafter that fails in texts that begin with 13."""
-
-    def propose(self, anchor, length, cache):
-        if cache.tokens[:1] == [13]:
-            raise RuntimeError("the drafter is out of order")
-        return super().propose(anchor, length, cache)
-
-
-def not_a_number(tokens: mx.array, logits: mx.array) -> mx.array:
-    return logits + float("nan") if tokens[0].item() == 13 else logits
-
-
-def out_of_order(tokens: mx.array, logits: mx.array) -> mx.array:
-    if tokens[0].item() == 13:
-        raise RuntimeError("the processor is out of order")
-    return logits
-
-
-FAULTS = {
-    "out of order": {"drafter": FailsAfter(list(range(64)), 64, 0.5)},
-    "the processor is": {"logits_processors": [out_of_order]},
-    "not a number": {"logits_processors": [not_a_number]},
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_one_that_fails_is_told_and_the_others_are_answered(here, model, fault):
-    def make():
-        decoder, options = words(model), dict(FAULTS[fault])
-        drafter = options.pop("drafter", decoder.draft_model)
-        return DFlashSpeculativeDecoder(decoder.loaded_target, drafter, policy="full", **options)
-
-    running = here(make)
-
-    def ask(prompt: str, stream: bool) -> str:
-        try:
-            if stream:
-                chunks = running.complete(prompt, max_tokens=30, stream=True)
-                return "".join(chunk.choices[0].text for chunk in chunks)
-            return running.complete(prompt, max_tokens=30).choices[0].text
-        except openai.APIError as error:
-            return f"{getattr(error, 'status_code', 500)}: {error.message}"
-
-    prompts = ["1 2 3", "13 4", "7 8 9 10", "13", "2"]
-    with ThreadPoolExecutor(5) as pool:
-        found = list(pool.map(ask, prompts * 2, [False] * 5 + [True] * 5))
-    for prompt, answer in zip(prompts * 2, found, strict=True):
-        if prompt.startswith("13"):
-            assert answer.startswith("500: ")
-            assert fault in answer
-        else:
-            assert ids(answer) == plain_greedy(model, ids(prompt), 30)[0]
-    assert running.send("GET", "/health")[0] == 200
 
 
 def test_what_cannot_be_decoded_beside_others_keeps_its_place(gated, model):

@@ -111,6 +111,7 @@ def tapped(decoder: "DFlashSpeculativeDecoder", options: DecodeOptions) -> Tappe
         decoder.block_size,
         decoder.max_seq_length,
         decoder.clock,
+        decoder.threads.in_use,
     )
 
 

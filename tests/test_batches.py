@@ -1,6 +1,7 @@
 """Many prompts at once: the texts of each alone, options of their own, errors that leave the decoder as it was."""
 
 import logging
+from contextlib import contextmanager
 from itertools import count, product
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from support.rows import Script
 
 from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, Proposal, read_conversations
 from dflash.bench import HELDOUT
+from dflash.decoding.batch import FEW_ROWS
 from dflash.decoding.sampling import DrawingSampler
 from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.combined import CombinedDrafter
@@ -107,6 +109,26 @@ def test_a_policy_is_told_of_every_step_and_how_many_rows_it_had(decoder, length
     decoder.batch_generate(PROMPTS, each=each, policy=policy)
     assert policy.begun == 1
     assert sorted({*policy.rows}, reverse=True) == [5, 4, 3, 2, 1] == sorted({*policy.rows}, key=policy.rows.index)
+
+
+def test_steps_of_few_rows_run_with_the_decoders_threads(decoder, monkeypatch):
+    used, forward = [], LoadedTargetModel.forward_rows
+
+    @contextmanager
+    def in_use():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def noted(self, tokens, *given):
+        used.append((len(tokens) <= FEW_ROWS, bool(inside)))
+        return forward(self, tokens, *given)
+
+    inside: list[bool] = []
+    monkeypatch.setattr(decoder.threads, "in_use", in_use)
+    monkeypatch.setattr(LoadedTargetModel, "forward_rows", noted)
+    decoder.batch_generate(PROMPTS[:2] * 3, policy="full", each=[{"max_tokens": 4 + 4 * i} for i in range(6)])
+    assert {(True, True), (False, False)} == set(used)
 
 
 def test_nothing_comes_after_a_stop_string(decoder, texts):

@@ -18,6 +18,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +39,7 @@ from .verify import NO_TOKEN, accepted_length, sample_target
 logger = logging.getLogger(__name__)
 
 WAITING = 64  # plain steps whose features are kept for the drafter, at most
+FEW_ROWS = 4  # with more, a pass is large enough for all BLAS threads
 JOINING = -1  # tokens that a row has answered, while its next one is the last of its prompt
 
 
@@ -51,6 +53,7 @@ class Tapped:
         block_size: Most tokens of a row in one pass.
         max_length: Most tokens of a row.
         clock: Returns seconds, for the policy.
+        few: What steps of few rows run inside of, such as another number of BLAS threads.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class Tapped:
         block_size: int,
         max_length: int,
         clock: Callable[[], float] = time.perf_counter,
+        few: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.target, self.drafter, self.policy = target, for_batches(drafter), policy
-        self.block_size, self.max_length, self.clock = block_size, max_length, clock
+        self.block_size, self.max_length, self.clock, self.few = block_size, max_length, clock, few
         self.target_layers = len(make_prompt_cache(target.model))
         self.waiting: list[tuple[mx.array, mx.array]] | None = None
         """Features and tokens of plain steps, for the drafter's context; ``None`` while it takes them at once."""
@@ -132,6 +136,10 @@ class SpeculativeBatch(GenerationBatch):
 
     def next(self) -> list[Any]:
         """One step of every row: a :class:`RowBlock` each."""
+        with self.model.few() if len(self.uids) <= FEW_ROWS else nullcontext():
+            return self._next()
+
+    def _next(self) -> list[RowBlock]:
         errors = [self._error(row) for row in range(len(self.uids))]
         failed = [_failed(uid, error) for uid, error in zip(self.uids, errors, strict=True) if error is not None]
         if failed:  # when they were sampled last
@@ -139,7 +147,7 @@ class SpeculativeBatch(GenerationBatch):
         if not self.uids:
             return failed
         if any(answered == JOINING for answered in self._num_tokens):
-            return failed + self._plain_step() or self.next()
+            return failed + self._plain_step() or self._next()
         policy = self.model.policy
         most = 0 if call_policy(policy.sleep) else self._most_drafts()
         length = min(call_policy(policy.draft_length, most), most) if most else 0

@@ -210,12 +210,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_that_fails_is_told_and_the_others_are_answered(here, model, fault):
-    def make():
-        decoder, options = words(model), {"policy": "full"} | FAULTS[fault]
-        drafter = options.pop("drafter", decoder.draft_model)
-        return DFlashSpeculativeDecoder(decoder.loaded_target, drafter, **options)
-
-    running = here(make)
+    running = here(lambda: words(model, **FAULTS[fault]))
 
     def ask(prompt: str, stream: bool) -> str:
         try:
@@ -258,9 +253,10 @@ def test_requests_that_need_too_much_memory_together_are_answered_one_after_anot
 
 
 def test_stop_strings_end_decoding_wherever_blocks_and_tokens_end(here):
-    running, made = here(lambda: writer(ANSWER, p=0.9, policy="full")), 0
-    for stop in ("four five", "wo th", " ", "eight nine ten", "en e", "sixteen", "one", "ne t", "xyz"):
-        alone = list(writer(ANSWER).stream_generate([65, 66], 200, stop_strings=[stop]))[-1].generation_tokens
+    written = ANSWER + " nononono!"
+    running, made = here(lambda: writer(written, p=0.9, policy="full")), 0
+    for stop in ("four five", "wo th", " ", "eight nine ten", "en e", "nonono!", "one", "ne t", "xyz"):
+        alone = list(writer(written).stream_generate([65, 66], 200, stop_strings=[stop]))[-1].generation_tokens
         for stream in (False, True):
             asked = {"max_tokens": 200, "stop": stop}
             if stream:
@@ -271,7 +267,7 @@ def test_stop_strings_end_decoding_wherever_blocks_and_tokens_end(here):
                 last = running.complete("AB", **asked)
                 text, finish = last.choices[0].text, last.choices[0].finish_reason
             made += alone
-            assert (text, finish) == (ANSWER.split(stop)[0], "stop"), stop
+            assert (text, finish) == (written.split(stop)[0], "stop"), stop
             assert last.usage.completion_tokens == alone, stop
             assert running.metric("vllm:generation_tokens_total") == made, stop
     assert b'finished_reason="stop"} 18.0' in running.send("GET", "/metrics")[1]

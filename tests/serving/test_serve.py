@@ -3,6 +3,7 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import mlx.core as mx
 import openai
@@ -113,7 +114,7 @@ def test_seeds_and_logprobs_that_come_together_are_exact(server, decoder):
                 assert [top["logprob"] for top in told["top_logprobs"]] == pytest.approx(best, abs=2e-3)
 
 
-@pytest.mark.parametrize("count", [1, 2, 16, 17])
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17])
 def test_max_tokens_counts_tokens(server, decoder, count):
     answer = server.complete("def total(values):", max_tokens=count)
     assert answer.choices[0].text == decoder.generate("def total(values):", count, chat=False)
@@ -128,6 +129,21 @@ def test_an_answer_ends_with_the_context(server, decoder):
         answer = server.complete(prompt, max_tokens=500)
         assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (room, "length")
         assert answer.choices[0].text == decoder.generate(tokens, room)
+
+
+def test_a_turn_after_an_answer_that_ended_in_a_block_is_as_with_cold_caches(server, decoder):
+    messages = user(QUESTION)
+    *_, last = decoder.stream_generate(messages, 200, policy="full")
+    assert last.accepted == len(last.tokens) < len(last.drafted)  # its end was a draft, and not the last one
+    first = server.chat(messages, max_tokens=200)
+    assert (first.choices[0].finish_reason, first.usage.completion_tokens) == ("stop", last.generation_tokens)
+    messages += [{"role": "assistant", "content": first.choices[0].message.content}, *user("And without the pears?")]
+    steps = list(decoder.stream_generate(messages, 24, policy="full"))
+    second = server.chat(messages, max_tokens=24)
+    assert second.choices[0].message.content == "".join(step.text for step in steps)
+    assert second.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens
+    accepted = second.usage.completion_tokens_details.accepted_prediction_tokens
+    assert accepted == sum(step.accepted for step in steps)
 
 
 @both
@@ -146,33 +162,37 @@ def test_the_same_prompt_again_and_a_prompt_that_is_kept_whole_are_answered(serv
 
 @both
 def test_clients_that_leave_while_they_wait_in_the_answer_and_in_the_prompt(server, decoder):
-    counted = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
     endless_answer = {"prompt": "def part(", "max_tokens": 500, "stream": True} | endless(decoder)
 
-    def counts() -> list[float]:
+    def counts_at_rest() -> list[float]:
         for gauge in ("running", "waiting"):
             until(lambda gauge=gauge: server.metric(f"vllm:num_requests_{gauge}") == 0)
-        return [server.metric(f"vllm:{name}") for name in counted]
+        return [
+            server.metric(f"vllm:{name}_total") for name in ("prompt_tokens", "request_success", "generation_tokens")
+        ]
 
-    def leave_at(begin: bytes, asked: dict, *waiting: dict) -> list[float]:
-        """What is counted of a client that leaves at a line, before which others came and left."""
-        before = counts()
-        with server.open(asked) as connection, connection.makefile("rb") as file:
+    def read_up_to(connection, begin: bytes) -> None:
+        with connection.makefile("rb") as file:
             assert any(line.startswith(begin) for line in iter(file.readline, b""))
-            for other in waiting:
-                with server.open(other):
-                    until(lambda: server.metric("vllm:num_requests_waiting") == 1)
-        return [now - then for then, now in zip(before, counts(), strict=True)]
 
-    prompt, answer, requests = leave_at(b"data: ", endless_answer | {"logprobs": 1}, endless_answer)
-    assert (prompt, requests) == (len(decoder.tokenizer.encode("def part(")), 1)
-    assert 0 < answer < 500
-    long = {"prompt": "e f g h " * 140, "max_tokens": 8}
-    prompt, answer, requests = leave_at(b": keepalive", long | {"stream": True})
-    assert (answer, requests) == (0, 1)
-    again = server.complete(**long)
-    assert 0 < again.usage.prompt_tokens_details.cached_tokens < prompt - 1
-    assert again.choices[0].text == decoder.generate(long["prompt"], 8, chat=False)
+    before = counts_at_rest()
+    with server.open(endless_answer | {"logprobs": 1}) as first:  # beside which none is decoded
+        read_up_to(first, b"data: ")
+        with server.open(endless_answer):
+            until(lambda: server.metric("vllm:num_requests_waiting") == 1)
+    *counted, answered = [now - then for then, now in zip(before, counts_at_rest(), strict=True)]
+    assert counted == [len(decoder.tokenizer.encode("def part(")), 1]
+    assert 0 < answered < 500
+    for beside in (False, True):
+        long = {"prompt": f"{beside} e f g h " * 60, "max_tokens": 8}
+        with server.open(endless_answer) if beside else nullcontext():
+            until(lambda beside=beside: server.metric("vllm:num_requests_running") == beside)
+            with server.open(long | {"stream": True}) as leaves:
+                read_up_to(leaves, b": keepalive")
+        counts_at_rest()
+        again = server.complete(**long)
+        assert 0 < again.usage.prompt_tokens_details.cached_tokens < again.usage.prompt_tokens - 1
+        assert again.choices[0].text == decoder.generate(long["prompt"], 8, chat=False)
 
 
 BAD = [

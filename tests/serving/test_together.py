@@ -12,11 +12,12 @@ from dflash.adapters.conformance import small_models as small
 from dflash.bundled import REAL
 from dflash.errors import GenerationError
 from dflash.models import ModelOptions
+from dflash.policies.base import BlockRecord, Policy
 from dflash.target.ring import RowsCache
 
 from . import load
 from .conftest import QUESTIONS, Gate, answered, both, endless, until
-from .words import ids, words
+from .words import Knowing, ids, words
 
 KINDS = [
     {},
@@ -69,6 +70,38 @@ def test_eight_requests_of_all_kinds_get_the_texts_that_they_have_alone(server, 
         until(lambda: server.metric("vllm:num_requests_running") == 1)
 
 
+class Counting(Policy):
+    """Counts the drafts that the target verifies."""
+
+    verified = 0
+
+    def observe(self, block: BlockRecord) -> None:
+        self.verified += block.verified * block.rows
+
+
+def test_accepted_and_rejected_drafts_are_those_that_the_target_verified(here, model):
+    policy, told = Counting(), 0
+    running = here(lambda: words(model, policy=policy))
+    for clients in (1, 4):
+        with ThreadPoolExecutor(clients) as pool:
+            prompts = ["1 2 3", "4 5", "6", "7 8 9"]
+            for answer in pool.map(lambda prompt: running.complete(prompt, max_tokens=40), prompts):
+                details = answer.usage.completion_tokens_details
+                told += details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        running.generator.between_requests(lambda: None)
+        assert told == policy.verified == running.metric("vllm:spec_decode_num_draft_tokens_total") > 100
+
+
+@pytest.mark.parametrize("options", [{"kv_bits": 8}, {"max_kv_size": 64}])
+def test_what_a_batch_cannot_do_is_decoded_one_after_another(here, decoder, caplog, options):
+    caplog.set_level("INFO")
+    running = here(lambda: DFlashSpeculativeDecoder.from_pretrained(**options))
+    assert f"one after another: {next(iter(options))}" in caplog.text
+    with ThreadPoolExecutor(5) as pool:
+        texts = list(pool.map(lambda question: running.text(question, max_tokens=16), QUESTIONS))
+    assert texts == [decoder.generate(question, 16, **options) for question in QUESTIONS]
+
+
 @both
 def test_a_conversation_goes_on_from_alone_to_a_batch_and_back(server, decoder):
     """The caches of both models come along: only what is new is read, and drafts are right as with cold caches."""
@@ -96,11 +129,14 @@ def test_a_conversation_goes_on_from_alone_to_a_batch_and_back(server, decoder):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5", "falcon_h1"], ids=["sliding", "recurrent", "both"])
 def test_conversations_with_caches_that_cannot_go_back(here, kind):
-    """Each turn is read from where its last one ended, alone and beside others, and so is a branch of it."""
+    """Each turn is read from where its last one ended, alone and beside others, and so is a branch of it.
+
+    The drafter knows all of it: no draft is wrong.
+    """
     mx.random.seed(0)
     model = small.build(kind, seed=5)
     mx.eval(model.parameters())
-    running = here(lambda: words(model), prompt_caches=100)
+    running = here(lambda: words(model, Knowing([], 64), policy=3), prompt_caches=100)
 
     def ask(text: str):
         return running.complete(text, max_tokens=12)
@@ -109,6 +145,7 @@ def test_conversations_with_caches_that_cannot_go_back(here, kind):
         assert ids(answer.choices[0].text) == plain_greedy(model, ids(text), 12)[0]
         left = answer.usage.prompt_tokens - answer.usage.prompt_tokens_details.cached_tokens
         assert left <= 4 or not known
+        assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 0
         return f"{text} {answer.choices[0].text}"
 
     first = check("3 1 5", ask("3 1 5"), False)
@@ -135,7 +172,7 @@ def test_a_template_that_drops_thoughts_reads_no_turn_again(here, kind, together
     mx.random.seed(0)
     model = small.build(kind, seed=5)
     mx.eval(model.parameters())
-    running = here(lambda: words(model, template=THINKING))
+    running = here(lambda: words(model, Knowing([], 64), THINKING, policy=3))
     if together:
         beside = running.open({"prompt": "5", "max_tokens": 6000, "stream": True})
         until(lambda: running.metric("vllm:generation_tokens_total") > 0)
@@ -146,7 +183,8 @@ def test_a_template_that_drops_thoughts_reads_no_turn_again(here, kind, together
         answer = running.chat(messages, max_tokens=20)
         prompt, cached = answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
         assert cached == kept
-        kept = prompt - 1
+        details, kept = answer.usage.completion_tokens_details, prompt - 1
+        assert details.rejected_prediction_tokens == 0 < details.accepted_prediction_tokens
         messages.append({"role": "assistant", "content": f"30 31 </think> {content}"})
     if together:
         until(lambda: running.metric("vllm:num_requests_running") == 1)  # the other one still runs
@@ -211,7 +249,7 @@ class FailsLater(ScriptedDrafter):
 @pytest.mark.parametrize("together", [False, True])
 def test_a_drafter_that_fails_when_a_client_leaves_fails_no_other(here, model, together):
     drafter = FailsLater(list(range(64)), 64, 0.5)
-    running = here(lambda: DFlashSpeculativeDecoder(words(model).loaded_target, drafter, policy=0))
+    running = here(lambda: words(model, drafter, policy=0))
     leaves = running.open({"prompt": "13 4", "max_tokens": 6000, "stream": True})
     until(lambda: running.metric("vllm:generation_tokens_total") > 0)
     prompts = ["1 2 3", "4 5"] * 2
@@ -275,7 +313,8 @@ def test_another_model_is_loaded_when_a_request_names_it(here, tmp_path):
         texts["bundled" if name == "one" else name] = decoder.generate("AB", 40, chat=False)
 
     def ask(name: str) -> str:
-        return running.client.completions.create(model=name, prompt="AB", max_tokens=40).choices[0].text
+        chunks = running.client.completions.create(model=name, prompt="AB", max_tokens=40, stream=True)
+        return "".join(chunk.choices[0].text for chunk in chunks)
 
     assert texts["bundled"] != texts["two"]
     names = ["bundled", "two", "two", "bundled", "two", "bundled"]

@@ -66,11 +66,16 @@ SHORTER = {
         '"max_tokens": 30': '"max_tokens": 8',
     },
     "09-learning-from-what-was-served": {
-        '"stdlib_prompts.py", "48"': '"stdlib_prompts.py", "11"',
-        '"max_tokens": 32': '"max_tokens": 10',
-        "at_least=12": "at_least=5",
-        "per_batch=48": "per_batch=12",
-        ", 30, None": ", 1, None",
+        "import sys": "import sys, tempfile",
+        "../runs/smollm2-135m/target": "../dflash/pair/target",
+        "../dflash/real/smollm2-135m-instruct": "../dflash/pair/drafter",
+        "../dflash/real/heldout": "../dflash/pair/heldout",
+        "380, 70, 150": "6, 3, 1",
+        '"../runs/smollm2-135m/sql"': "tempfile.mkdtemp()",
+        '"max_tokens": 64': '"max_tokens": 10',
+        '"--max-tokens", 128': '"--max-tokens", 8, "--limit", 6',
+        "STEPS]": 'STEPS, "--set", "data.max_blocks_per_batch=12", "--set", "run.evaluate_tokens=4"]',
+        '(folder / "served", 64), (ELSEWHERE, 96)': '(folder / "served", 10),',
     },
 }
 """What a notebook runs with here in place of what its outputs are from: the same cells, on less."""
@@ -113,6 +118,14 @@ def test_each_plug_in_takes_one_cell_of_at_most_30_lines():
         for cell in found:
             assert len(cell.splitlines()) <= 30
             assert not re.search(r"(import |\.)_[a-z]", cell)  # public names only
+
+
+def test_questions_are_distinct_and_the_same_in_every_run():
+    command = [sys.executable, FOLDER / "sql_prompts.py", "99999"]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first == second
+    lines = first.splitlines()
+    assert len(set(lines)) == len(lines) >= 380
 
 
 def test_prompts_of_the_standard_library_are_distinct_beginnings_of_functions():

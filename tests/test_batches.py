@@ -11,13 +11,16 @@ from support.models import TEXT_VOCAB, llama_model, qwen3_model, random_drafter,
 from support.rows import Script
 
 from dflash import DFlashError, DFlashSpeculativeDecoder, LoadedTargetModel, Proposal, read_conversations
+from dflash.batches import tapped
 from dflash.bench import HELDOUT
+from dflash.decoding.admission import SpeculativeGenerator
 from dflash.decoding.batch import FEW_ROWS
 from dflash.decoding.sampling import DrawingSampler
 from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.combined import CombinedDrafter
 from dflash.drafters.ngram import NgramDrafter
-from dflash.policies.base import Fixed
+from dflash.policies.adaptive import Adaptive
+from dflash.policies.base import BlockRecord, Drafts, Fixed
 
 PROMPTS = ["a", "Two words", "abcabcabcabcabcabcabcabcabcabc", "What?", "b b b b"]
 
@@ -316,6 +319,43 @@ def test_where_no_length_pays_for_so_many_rows_the_steps_are_mlx_lms_own(monkeyp
     assert prompts == drafter.texts
     steps = [length for rows, length in passes[20:] if rows == len(PROMPTS)]
     assert (sum(length > 1 for length in steps) > len(steps) / 2) == pays
+
+
+def test_rows_that_come_and_go_keep_no_one_from_drafting():
+    policy, plain = Adaptive(), 0
+    for step in range(600):
+        rows = 5 if step % 12 < 2 else 4  # too few steps to know what so many rows cost
+        length = 0 if policy.sleep() else policy.verify_length(Drafts(policy.draft_length(7)))
+        plain += not length and rows == 4
+        right = dict.fromkeys(range(length), 0.8)
+        block = BlockRecord(length, length, length, 0, None, 1 + 0.05 * length, outcomes=right, rows=rows)
+        policy.observe(block if length else BlockRecord(0, 0, 0, 0, None, 1.0, asleep=True, rows=rows))
+    assert plain < 75  # one after each, and those that are timed
+
+
+def test_a_plain_step_is_timed_whole_where_the_next_part_of_a_prompt_follows(decoder, monkeypatch):
+    events, evaluate, forward = [], mx.eval, LoadedTargetModel.forward_hidden
+    model = tapped(decoder, decoder._request_options({"policy": 0}))
+    generator = SpeculativeGenerator(model, 2, step_size=4)
+
+    def noted(self, tokens, *given):
+        events.append("part" if tokens.shape[1] > 1 else "step")
+        return forward(self, tokens, *given)
+
+    def waits(*arrays):
+        if arrays[0] is generator._generation_batch._next_tokens:
+            events.append("waits")
+        return evaluate(*arrays)
+
+    monkeypatch.setattr(LoadedTargetModel, "forward_hidden", noted)
+    monkeypatch.setattr(mx, "eval", waits)
+    generator.insert([[1, 2], list(range(1, 18))], [30, 2])
+    while generator.next_generated():
+        pass
+    told = " ".join(events)
+    assert told.count("step waits part") == 2
+    assert "step part" not in told
+    assert told.endswith(" step" * 20)  # without prompts none waits
 
 
 # --- the bundled pair ---------------------------------------------------------------------------------------

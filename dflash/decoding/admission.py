@@ -70,6 +70,11 @@ class SpeculativeGenerator(BatchGenerator):
         rows = caches and [held and as_rows(held) for held in caches]
         return super().insert_segments(segments, max_tokens, rows, *options, **named)
 
+    def _next(self) -> Any:
+        """mlx-lm's: a step of the rows, then the next part of the prompts."""
+        self.model.reads_prompts = bool(self._currently_processing)
+        return super()._next()
+
     def _make_batch(self, n: int) -> Any:
         """The next prompts, each with samplers and logits processors that can fail alone."""
         batch = super()._make_batch(n)

@@ -69,6 +69,8 @@ class Tapped:
         self.target, self.drafter, self.policy = target, for_batches(drafter), policy
         self.block_size, self.max_length, self.clock, self.few = block_size, max_length, clock, few
         self.target_layers = len(make_prompt_cache(target.model))
+        self.reads_prompts = False
+        """Whether a part of a prompt is read after the present step."""
         self.waiting: list[tuple[mx.array, mx.array]] | None = None
         """Features and tokens of plain steps, for the drafter's context; ``None`` while it takes them at once."""
         if isinstance(self.drafter, TextByText):
@@ -261,6 +263,8 @@ class SpeculativeBatch(GenerationBatch):
         joining = {uid for uid, answered in zip(self.uids, self._num_tokens, strict=True) if answered == JOINING}
         try:
             answers = [a for a in super().next() if a.uid not in joining]
+            if self.model.reads_prompts:  # during which this step's pass would end, and the next seem to take no time
+                mx.eval(self._next_tokens)
         finally:
             self.model.waiting = None
         for row in (row for row, uid in enumerate(self.uids) if uid in joining):

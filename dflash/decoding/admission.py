@@ -1,7 +1,7 @@
 """How texts come into a batch: their prompts are read together, and they join its rows.
 
-mlx-lm reads the last token of a prompt in a pass of its own, once all before it were read together. Here the next step
-of the running rows reads it too. The first token of the answer comes no later, and the running rows do not wait.
+mlx-lm reads the last token of a prompt in a pass of its own, once all before it were read together. Where the running
+rows decode plainly, their next step reads it too: the answer's first token comes no later, and the rows do not wait.
 """
 
 from functools import lru_cache
@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 
 from ..target.rows import as_rows
 from .batch import JOINING, Guarded, SpeculativeBatch, Tapped
+from .block import call_policy
 from .sampling import GREEDY, DrawingSampler, Sampler
 
 PROMPTS_AT_ONCE = 8  # read in one pass, as in mlx-lm
@@ -31,7 +32,11 @@ class Prompts(PromptProcessingBatch):
     """mlx-lm's prompts that are read, which become rows that join."""
 
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
-        """The rows; ``tokens`` are the last one of each prompt."""
+        """The rows; ``tokens`` are the last one of each prompt, which mlx-lm reads if the next step is a block."""
+        if not call_policy(self.model.policy.sleep):
+            rows = super().generate(tokens)
+            mx.eval(rows._next_tokens)  # an error of this pass belongs to the batch, not to what is evaluated next
+            return rows
         return Joining(
             self.model,
             self.uids,

@@ -10,8 +10,8 @@ caches hold what it has answered; the token after that, its anchor, is known. A 
 5. keeps exactly these tokens in the row's caches, the target's and the drafter's.
 
 No row waits for another: each keeps what was right in it. A policy decides ``k`` for all rows, by what blocks of so
-many rows cost; where none pays, the step is mlx-lm's own. A text joins with such a step, which reads the last token of
-its prompt.
+many rows cost; where none pays, the step is mlx-lm's own. Between such steps a text joins with one, which reads the
+last token of its prompt.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """How texts come into a batch: their prompts are read together, and they join its rows.
 
 mlx-lm reads the last token of a prompt in a pass of its own, once all before it were read together. Where the running
-rows decode plainly, their next step reads it too: the answer's first token comes no later, and the rows do not wait.
+rows decode plainly, their next step reads it too, so that they do not wait.
 """
 
 from functools import lru_cache
@@ -40,7 +40,7 @@ class Prompts(PromptProcessingBatch):
         return Joining(
             self.model,
             self.uids,
-            mx.array([last for (last,) in tokens]),
+            mx.array([last for (last,) in tokens], mx.uint32),
             self.prompt_cache,
             self.tokens,
             self.samplers,

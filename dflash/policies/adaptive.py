@@ -177,9 +177,8 @@ class Adaptive(Policy):
         """Learn times and outcomes, and decide whether to pause."""
         if block.rows != self._rows:
             self._steps, self._rows, self._width = 0, block.rows, 1 << (block.rows - 1).bit_length()
-            known = self._plain[self._width].typical < math.inf
-            if not (known and self._losing):  # a pause that times plain steps is over where they are known
-                self._pause, self._losing = 0 if known else max(self._pause, REFERENCE_STEPS), False
+            if self._plain[self._width].typical == math.inf:
+                self._pause, self._losing = max(self._pause, REFERENCE_STEPS), False
         self._now[self._width] += block.accepted + 1
         if block.asleep:
             # The next pass starts before a token is read: a pause's first step waits for two passes, its last for none.

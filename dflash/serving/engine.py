@@ -196,7 +196,7 @@ class Engine:
             with self.decoder.loaded_target.alone(wait=True):
                 prompts, blocks = self._batch.next()
             for part in prompts:
-                if (job := self._rows[part.uid]).ends and part.end_of_segment:
+                if (job := self._rows[part.uid]).ends and part.end_of_segment and not part.end_of_prompt:
                     layers, tokens = self._batch.extract_cache([part.uid])[part.uid]
                     if len(tokens) in job.ends:
                         self._store.keep(copy.deepcopy(job.cache.of_row(layers, tokens)), job.ends[len(tokens)])

@@ -374,7 +374,7 @@ class DFlashSpeculativeDecoder:
             if kept is not None:
                 kept.begin(prompt, cache.quantization)
                 caches = kept.target_cache, kept.draft_cache
-            # A prompt's products are large enough for all BLAS threads; blocks get the count that is quickest for them.
+            # A prompt's products are large enough for all BLAS threads; blocks get their own count.
             state = prefill(run, prompt, options.prefill_step_size, *caches)
             with self.threads.in_use():
                 blocks = decode(run, state, max_tokens, self.block_size)

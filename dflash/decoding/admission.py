@@ -32,8 +32,11 @@ class Prompts(PromptProcessingBatch):
     """mlx-lm's prompts that are read, which become rows that join."""
 
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
-        """The rows; ``tokens`` are the last one of each prompt, which mlx-lm reads if the next step is a block."""
-        if not call_policy(self.model.policy.sleep):
+        """The rows; ``tokens`` are the last one of each prompt.
+
+        mlx-lm reads them if the next step is a block, and where caches hold nothing, which cannot leave before a pass.
+        """
+        if not (all(self.tokens) and call_policy(self.model.policy.sleep)):
             rows = super().generate(tokens)
             mx.eval(rows._next_tokens)  # an error of this pass belongs to the batch, not to what is evaluated next
             return rows

@@ -10,8 +10,7 @@ caches hold what it has answered; the token after that, its anchor, is known. A 
 5. keeps exactly these tokens in the row's caches, the target's and the drafter's.
 
 No row waits for another: each keeps what was right in it. A policy decides ``k`` for all rows, by what blocks of so
-many rows cost; where none pays, the step is mlx-lm's own. Between such steps a text joins with one, which reads the
-last token of its prompt.
+many rows cost; where none pays, the step is mlx-lm's own. Such a step also reads the last token of a prompt that joins.
 """
 
 import copy
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 WAITING = 64  # plain steps whose features are kept for the drafter, at most
 FEW_ROWS = 4  # with more, a pass is large enough for all BLAS threads
-JOINING = -1  # tokens that a row has answered, while its next one is the last of its prompt
+JOINING = -1  # tokens answered by a row that joins: the step that reads its prompt's last token counts it up to 0
 
 
 class Tapped:
@@ -70,7 +69,7 @@ class Tapped:
         self.block_size, self.max_length, self.clock, self.few = block_size, max_length, clock, few
         self.target_layers = len(make_prompt_cache(target.model))
         self.reads_prompts = False
-        """Whether a part of a prompt is read after the present step."""
+        """Whether prompts have been read in part, so that others of their tokens came after the last step's."""
         self.waiting: list[tuple[mx.array, mx.array]] | None = None
         """Features and tokens of plain steps, for the drafter's context; ``None`` while it takes them at once."""
         if isinstance(self.drafter, TextByText):
@@ -149,7 +148,8 @@ class SpeculativeBatch(GenerationBatch):
         if not self.uids:
             return failed
         if any(answered == JOINING for answered in self._num_tokens):
-            return failed + self._plain_step() or self._next()
+            answers = failed + self._plain_step()
+            return answers or self._next()  # where all rows join none has answered, and mlx-lm takes [] for the end
         policy = self.model.policy
         most = 0 if call_policy(policy.sleep) else self._most_drafts()
         length = min(call_policy(policy.draft_length, most), most) if most else 0
@@ -263,12 +263,13 @@ class SpeculativeBatch(GenerationBatch):
         joining = {uid for uid, answered in zip(self.uids, self._num_tokens, strict=True) if answered == JOINING}
         try:
             answers = [a for a in super().next() if a.uid not in joining]
-            if self.model.reads_prompts:  # during which this step's pass would end, and the next seem to take no time
+            if self.model.reads_prompts:  # while they are read this step's pass ends, and the next one would seem short
                 mx.eval(self._next_tokens)
         finally:
             self.model.waiting = None
-        for row in (row for row, uid in enumerate(self.uids) if uid in joining):
-            self._matchers[row] = self.stop_sequences[row].matcher()
+        for row, uid in enumerate(self.uids):
+            if uid in joining:
+                self._matchers[row] = self.stop_sequences[row].matcher()
         seconds = self.model.clock() - started
         self.model.policy.observe(BlockRecord(0, 0, 0, 0, None, seconds, asleep=True, rows=rows))
         if len(self._waiting) >= WAITING:

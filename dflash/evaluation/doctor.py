@@ -47,7 +47,7 @@ def machine_report() -> dict[str, str]:
     report["platform"] = platform.platform()
     report["device"] = device_name()
     report["BLAS (CPU)"] = backend.blas
-    choice = f"up to {backend.blas_threads()}; each decoder takes the quickest count"
+    choice = f"up to {backend.blas_threads()}; each decoder takes the fewest that are about as quick"
     report["BLAS threads"] = backend.why_blas_threads_stay() or choice
     report["float32 product"] = f"{matmul_gflops():.0f} GFLOP/s at {_MATMUL_SIZE} x {_MATMUL_SIZE} on this device"
     return report

@@ -74,7 +74,7 @@ class Policy:
         """A new request begins."""
 
     def sleep(self) -> int:
-        """How many tokens to decode plainly before the next block; 0 to draft now. Called after every step."""
+        """How many tokens to decode plainly before the next block; 0 to draft now. Called at least once a step."""
         return 0
 
     def wake(self) -> None:

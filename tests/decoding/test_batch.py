@@ -236,6 +236,27 @@ def test_a_row_joins_with_a_step_of_all_rows(monkeypatch):
     assert shapes == [(2, 6), *steps, (1, 1)]
 
 
+@pytest.mark.parametrize("name", EVERY_CLASS)
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_row_may_leave_before_its_first_step(name, length):
+    target, policy = row_target(name), Fixed(0)
+    model = Tapped(target, Script([], [], 1), policy, BLOCK, 512)
+    generator = SpeculativeGenerator(model, 2, 2048)
+    prompt = list(range(1, length + 1))
+    stays, leaves = generator.insert([prompt, prompt], [9, 9])
+    while not generator._generation_batch:
+        generator.next()
+    (layers, tokens), got = generator.remove([leaves], return_prompt_caches=True)[leaves], []
+    fed = target.make_cache()
+    target.forward_hidden(mx.array([tokens]), fed, (0,))
+    assert prompt[: len(tokens)] == tokens
+    assert_same_caches(layers[: model.target_layers], fed, f"after {len(tokens)} tokens")
+    while answers := generator.next_generated():
+        got += answers[0].block.tokens
+    assert got == [int(token) for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=9)]
+    assert stays != leaves
+
+
 def test_no_row_is_fed_beyond_the_positions_of_the_target(monkeypatch):
     target, ends = row_target("full"), []
     forward = LoadedTargetModel.forward_rows

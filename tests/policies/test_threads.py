@@ -1,4 +1,4 @@
-"""BLAS threads for decoding: the quickest count by a few passes, chosen once, with the same bits."""
+"""BLAS threads for decoding: the fewest that are worth it by a few passes, chosen once, with the same bits."""
 
 import os
 from dataclasses import dataclass, field

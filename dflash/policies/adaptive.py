@@ -140,7 +140,7 @@ class Adaptive(Policy):
         self._recent: deque[str | None] = deque(maxlen=RECENT)  # sources of recent blocks; None: nothing was proposed
         self._now, self._blocks = defaultdict[int, int](int), 0  # tokens by width; blocks since the last plain step
         self._steps, self._last_step = 0, 0.0  # plain steps of this pause so far; seconds of the last one
-        self._pause, self._losing = REFERENCE_STEPS, False  # plain steps first: blocks must beat them
+        self._pause, self._losing = 0, False  # plain steps before the next attempt; whether blocks would lose
         self._retrying = False  # after a pause, whether drafts are right again is asked with a length that is known
         self._why: dict[str, float] = {}
 
@@ -150,15 +150,15 @@ class Adaptive(Policy):
         self.wake()
 
     def wake(self) -> None:
-        """End a pause, unless plain steps have yet to be timed; earlier outcomes count little from now on."""
+        """End a pause; earlier outcomes count little from now on."""
+        self._pause = 0
         for drafter in self._drafters.values():
             drafter.limit_evidence()
-        if self._plain[self._width].typical < math.inf:
-            self._pause = 0
 
     def sleep(self) -> int:
-        """What is left of a pause."""
-        return self._pause
+        """What is left of a pause, or of the plain steps that have to be timed first: blocks must beat them."""
+        unknown = self._plain[self._width].typical == math.inf
+        return max(self._pause, REFERENCE_STEPS - self._steps if unknown else 0)
 
     def draft_length(self, most: int) -> int:
         """The best length; with several drafters the longest, as it is not known yet which one will draft."""
@@ -177,8 +177,6 @@ class Adaptive(Policy):
         """Learn times and outcomes, and decide whether to pause."""
         if block.rows != self._rows:
             self._steps, self._rows, self._width = 0, block.rows, 1 << (block.rows - 1).bit_length()
-            if self._plain[self._width].typical == math.inf:
-                self._pause, self._losing = max(self._pause, REFERENCE_STEPS), False
         self._now[self._width] += block.accepted + 1
         if block.asleep:
             # The next pass starts before a token is read: a pause's first step waits for two passes, its last for none.
@@ -186,7 +184,9 @@ class Adaptive(Policy):
                 self._plain[self._width].add(self._now[self._width], self._last_step)
             self._steps, self._last_step = self._steps + 1, block.seconds
             self._blocks, self._pause = 0, max(self._pause - 1, 0)
-            self._why = {"next_attempt": self._pause}
+            self._why = {"next_attempt": self.sleep()}
+            if self._plain[self._width].typical == math.inf:
+                return
             if self._losing and (self._pause == 0 or not self._loses()):
                 self._retrying = True
                 self.wake()

@@ -174,6 +174,8 @@ def test_a_drafter_that_finds_something_ends_a_pause():
     decode(USELESS["cheap"], policy, 40, Clock(0))
     policy.wake()
     assert policy.sleep() == 0
+    left = [policy.observe(BlockRecord(0, 0, 0, 0, None, 0.07, asleep=True, rows=n)) or policy.sleep() for n in (2, 1)]
+    assert left == [4, 0], "steps of two rows are not timed yet; the pause that times them ends with them"
     fresh = Adaptive()
     fresh.wake()
     assert fresh.sleep() > 0, "plain steps are timed first"

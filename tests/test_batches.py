@@ -19,7 +19,8 @@ from dflash.decoding.sampling import DrawingSampler
 from dflash.drafters.autoregressive import AutoregressiveDrafter
 from dflash.drafters.combined import CombinedDrafter
 from dflash.drafters.ngram import NgramDrafter
-from dflash.policies.base import Fixed
+from dflash.policies.adaptive import Adaptive
+from dflash.policies.base import BlockRecord, Drafts, Fixed
 
 PROMPTS = ["a", "Two words", "abcabcabcabcabcabcabcabcabcabc", "What?", "b b b b"]
 
@@ -318,6 +319,18 @@ def test_where_no_length_pays_for_so_many_rows_the_steps_are_mlx_lms_own(monkeyp
     assert prompts == drafter.texts
     steps = [length for rows, length in passes[20:] if rows == len(PROMPTS)]
     assert (sum(length > 1 for length in steps) > len(steps) / 2) == pays
+
+
+def test_rows_that_come_and_go_keep_no_one_from_drafting():
+    policy, plain = Adaptive(), 0
+    for step in range(600):
+        rows = 5 if step % 12 < 2 else 4  # too few steps to know what so many rows cost
+        length = 0 if policy.sleep() else policy.verify_length(Drafts(policy.draft_length(7)))
+        plain += not length and rows == 4
+        right = dict.fromkeys(range(length), 0.8)
+        block = BlockRecord(length, length, length, 0, None, 1 + 0.05 * length, outcomes=right, rows=rows)
+        policy.observe(block if length else BlockRecord(0, 0, 0, 0, None, 1.0, asleep=True, rows=rows))
+    assert plain < 75  # one after each, and those that are timed
 
 
 def test_a_plain_step_is_timed_whole_where_the_next_part_of_a_prompt_follows(decoder, monkeypatch):

@@ -177,15 +177,16 @@ class Adaptive(Policy):
         """Learn times and outcomes, and decide whether to pause."""
         if block.rows != self._rows:
             self._steps, self._rows, self._width = 0, block.rows, 1 << (block.rows - 1).bit_length()
+        plain = self._plain[self._width]
         self._now[self._width] += block.accepted + 1
         if block.asleep:
             # The next pass starts before a token is read: a pause's first step waits for two passes, its last for none.
             if self._steps > 1:
-                self._plain[self._width].add(self._now[self._width], self._last_step)
+                plain.add(self._now[self._width], self._last_step)
             self._steps, self._last_step = self._steps + 1, block.seconds
             self._blocks, self._pause = 0, max(self._pause - 1, 0)
             self._why = {"next_attempt": self.sleep()}
-            if self._plain[self._width].typical == math.inf:
+            if plain.typical == math.inf:
                 return
             if self._losing and (self._pause == 0 or not self._loses()):
                 self._retrying = True
@@ -202,7 +203,7 @@ class Adaptive(Policy):
         if not block.matched and self._loses():
             self._pause, self._losing = self._pause_length(), True
         # A plain step does less than a block. If it seems to take much longer, the machine was slow then.
-        elif self._blocks >= (REFERENCE if self._plain[self._width].typical < SUSPECT * times.typical else RECENT):
+        elif self._blocks >= (RECENT if SUSPECT * times.typical <= plain.typical < math.inf else REFERENCE):
             self._pause, self._losing = REFERENCE_STEPS, False
 
     def why(self) -> dict[str, float]:

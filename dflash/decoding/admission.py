@@ -1,7 +1,7 @@
 """How texts come into a batch: their prompts are read together, and they join its rows.
 
-mlx-lm reads the last token of a prompt in a pass of its own, once all before it were read together. Where the running
-rows decode plainly, their next step reads it too, so that they do not wait.
+mlx-lm reads the last token of a prompt in a pass of its own, once all before it were read together. Here the next step
+of the running rows reads it too, so that they do not wait.
 """
 
 from functools import lru_cache
@@ -12,7 +12,6 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 
 from ..target.rows import as_rows
 from .batch import JOINING, Guarded, SpeculativeBatch, Tapped
-from .block import call_policy
 from .sampling import GREEDY, DrawingSampler, Sampler
 
 PROMPTS_AT_ONCE = 8  # read in one pass, as in mlx-lm
@@ -34,9 +33,9 @@ class Prompts(PromptProcessingBatch):
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
         """The rows; ``tokens`` are the last one of each prompt.
 
-        mlx-lm reads them if the next step is a block, and where caches hold nothing, which cannot leave before a pass.
+        mlx-lm reads them where caches hold nothing: these cannot leave before a pass.
         """
-        if not (all(self.tokens) and call_policy(self.model.policy.sleep)):
+        if not all(self.tokens):
             rows = super().generate(tokens)
             mx.eval(rows._next_tokens)  # an error of this pass belongs to the batch, not to what is evaluated next
             return rows

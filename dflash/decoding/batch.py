@@ -10,7 +10,7 @@ caches hold what it has answered; the token after that, its anchor, is known. A 
 5. keeps exactly these tokens in the row's caches, the target's and the drafter's.
 
 No row waits for another: each keeps what was right in it. A policy decides ``k`` for all rows, by what blocks of so
-many rows cost; where none pays, the step is mlx-lm's own. Such a step also reads the last token of a prompt that joins.
+many rows cost; where none pays, the step is mlx-lm's own. Either also reads the last token of a prompt that joins.
 """
 
 import copy
@@ -147,9 +147,9 @@ class SpeculativeBatch(GenerationBatch):
             self.filter([row for row, error in enumerate(errors) if error is None])
         if not self.uids:
             return failed
-        if any(answered == JOINING for answered in self._num_tokens):
-            answers = failed + self._plain_step()
-            return answers or self._next()  # where all rows join none has answered, and mlx-lm takes [] for the end
+        if all(answered == JOINING for answered in self._num_tokens):
+            self._plain_step()
+            return failed + self._next()  # none has answered, and mlx-lm takes [] for the end
         policy = self.model.policy
         most = 0 if call_policy(policy.sleep) else self._most_drafts()
         length = min(call_policy(policy.draft_length, most), most) if most else 0
@@ -179,12 +179,15 @@ class SpeculativeBatch(GenerationBatch):
         anchors, drafts, own = (cast(list[Any], tokens.tolist()) for tokens in (anchors_B, drafts_BK, own_BL))
         blocks, reasons, kept, following, errors = [], [], [], [], []
         for row, anchor in enumerate(anchors):
-            drafted = drafts_of_row(drafter, drafts[row], target.vocab_size)
+            joins = self._num_tokens[row] == JOINING  # its anchor is its prompt's last token, which is not answered
+            drafted = [] if joins else drafts_of_row(drafter, drafts[row], target.vocab_size)
             accepted = accepted_length(drafted, own[row])
             errors.append(self._error(row, own[row][: accepted + 1]))
             tokens, reason = self._until_end(row, [anchor, *drafted[:accepted]])
             kept.append(len(tokens))
             following.append(max(own[row][len(tokens) - 1], 0))  # NO_TOKEN ends the row
+            if joins:
+                tokens = self._begin(row)
             if reason is None and (reason := self._ends_with(row, following[row])):
                 tokens.append(following[row])
             blocks.append(Block(drafted, tokens, accepted, proposed=length))
@@ -193,7 +196,7 @@ class SpeculativeBatch(GenerationBatch):
         self._next_tokens, self._next_logprobs = mx.array(following, mx.uint32), [None] * len(following)
         mx.async_eval([cache.state for cache in self.prompt_cache])
         self.model.policy.observe(_record(blocks, length, verified, self.model.clock() - started))
-        return self._answer(blocks, reasons, errors)
+        return [answer for answer in self._answer(blocks, reasons, errors) if answer.block.tokens or answer.error]
 
     def _own_tokens(self, inputs_BL: mx.array, logits_BLV: mx.array) -> mx.array:
         """The target's choice ``[B, L]`` at each position, by each row's own processors and sampler."""
@@ -205,6 +208,11 @@ class SpeculativeBatch(GenerationBatch):
             text = mx.concatenate([mx.array(self.tokens[row], mx.uint32), inputs_BL[row]])
             chosen.append(_choose(process_logits(processors, text, logits_BLV[row]), self.samplers[row]))
         return mx.stack(chosen)
+
+    def _begin(self, row: int) -> list[int]:
+        """The row has joined: what follows is answered. Nothing is yet."""
+        self._matchers[row] = self.stop_sequences[row].matcher()
+        return []
 
     def _until_end(self, row: int, tokens: list[int]) -> tuple[list[int], str | None]:
         """The tokens up to where the row ends, and why it ends there."""
@@ -269,9 +277,10 @@ class SpeculativeBatch(GenerationBatch):
             self.model.waiting = None
         for row, uid in enumerate(self.uids):
             if uid in joining:
-                self._matchers[row] = self.stop_sequences[row].matcher()
-        seconds = self.model.clock() - started
-        self.model.policy.observe(BlockRecord(0, 0, 0, 0, None, seconds, asleep=True, rows=rows))
+                self._begin(row)
+        if answers:
+            seconds = self.model.clock() - started
+            self.model.policy.observe(BlockRecord(0, 0, 0, 0, None, seconds, asleep=True, rows=rows))
         if len(self._waiting) >= WAITING:
             self._settle()
         found = []
@@ -332,11 +341,12 @@ def _choose(logits_NV: mx.array, sampler: Sampler) -> mx.array:
 def _record(blocks: Sequence[Block], drafted: int, verified: int, seconds: float) -> BlockRecord:
     """The rows' blocks as one: its drafts were right in the share of rows in which those before were."""
     right, tried = [0] * verified, [0] * verified
-    for block in blocks:
+    answered = [block for block in blocks if block.tokens]
+    for block in answered:
         for i in range(min(block.accepted + 1, len(block.drafted))):
             tried[i] += 1
             right[i] += i < block.accepted
-    accepted = [block.accepted for block in blocks]
+    accepted = [block.accepted for block in answered]
     return BlockRecord(
         drafted=drafted,
         verified=verified,

@@ -212,17 +212,21 @@ def test_a_row_ends_with_its_last_token_without_a_pass_that_reads_it():
     assert sum(steps, prompt) == text[: len(prompt) + 2 * BLOCK + 1]
 
 
-def test_a_row_joins_with_a_step_of_all_rows(monkeypatch):
-    target, shapes, forward = row_target("full"), [], LoadedTargetModel.forward_hidden
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_row_joins_with_a_step_of_all_rows(monkeypatch, drafts):
+    target, shapes = row_target("full"), []
+    for name in ("forward_hidden", "forward_rows"):
+        forward = getattr(LoadedTargetModel, name)
 
-    def noted(self, tokens, *given):
-        shapes.append(tuple(tokens.shape))
-        return forward(self, tokens, *given)
+        def noted(self, tokens, *given, forward=forward):
+            shapes.append(tokens.shape)
+            return forward(self, tokens, *given)
 
-    monkeypatch.setattr(LoadedTargetModel, "forward_hidden", noted)
+        monkeypatch.setattr(LoadedTargetModel, name, noted)
     asked, expected = prompts("full", long=False)[:3], alone("full", "greedy", False)
-    limits, policy = [3, 9, 5], Fixed(0)
-    generator = SpeculativeGenerator(Tapped(target, Script([], [], 1), policy, BLOCK, 512), 2, 2048)
+    limits, policy, whole = [3, 9, 5], Fixed(drafts), [a + b for a, b in zip(asked, expected, strict=False)]
+    drafter = Script(whole, ACCEPTANCE["none"], target.vocab_size)
+    generator = SpeculativeGenerator(Tapped(target, drafter, policy, BLOCK, 512), 2, 2048)
     stops = [StopSequences([[prompt[-1]]]) for prompt in asked]  # which end an answer, not a prompt
     assert not any(prompt[-1] in text for prompt, text in zip(asked, expected, strict=False))
     uids, got = generator.insert(asked, limits, stop_sequences=stops), [[], [], []]
@@ -230,10 +234,11 @@ def test_a_row_joins_with_a_step_of_all_rows(monkeypatch):
         for answer in answers:
             got[uids.index(answer.uid)] += answer.block.tokens
     assert got == [text[:limit] for text, limit in zip(expected, limits, strict=False)]
-    steps = [(2, 1)] * 4  # in which two prompts join, and three tokens of both rows
-    steps += [(1, 4), (1, 1)]  # the third prompt, and a step of the row that is left
-    steps += [(2, 1)] * 5  # in which the third row joins, and four tokens of both
-    assert shapes == [(2, 6), *steps, (1, 1)]
+    steps = {  # two prompts join at once, the third one where a row of two is left, which then has a step alone
+        0: [(2, 1), (2, 1), (2, 1), (2, 1), (1, 4), (1, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 1), (1, 1)],
+        2: [(2, 1), (2, 3), (2, 3), (1, 4), (1, 3), (2, 3), (2, 3), (2, 3), (2, 3), (2, 2)],  # no last token is read
+    }
+    assert shapes == [(2, 6), *steps[drafts]]
 
 
 @pytest.mark.parametrize("name", EVERY_CLASS)

@@ -241,6 +241,18 @@ def test_a_row_joins_with_a_step_of_all_rows(monkeypatch, drafts):
     assert shapes == [(2, 6), *steps[drafts]]
 
 
+def test_a_row_that_joins_is_no_outcome_for_the_policy():
+    target, asked = row_target("full"), prompts("full", long=False)[:3]
+    whole, told, policy = [a + b for a, b in zip(asked, alone("full", "greedy", False), strict=False)], [], Fixed(1)
+    policy.observe = told.append
+    drafter = Script(whole, ACCEPTANCE["all"], target.vocab_size)
+    generator = SpeculativeGenerator(Tapped(target, drafter, policy, BLOCK, 512), 2, 2048)
+    generator.insert(asked, [4, 12, 4])
+    while generator.next_generated():
+        pass
+    assert {(block.rows, block.matched, *block.outcomes.items()) for block in told} == {(2, 1, (0, 1)), (1, 1, (0, 1))}
+
+
 @pytest.mark.parametrize("name", EVERY_CLASS)
 @pytest.mark.parametrize("length", [1, 4])
 def test_a_row_may_leave_before_its_first_step(name, length):

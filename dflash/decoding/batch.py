@@ -187,7 +187,8 @@ class SpeculativeBatch(GenerationBatch):
             kept.append(len(tokens))
             following.append(max(own[row][len(tokens) - 1], 0))  # NO_TOKEN ends the row
             if joins:
-                tokens = self._begin(row)
+                self._begin(row)
+                tokens = []
             if reason is None and (reason := self._ends_with(row, following[row])):
                 tokens.append(following[row])
             blocks.append(Block(drafted, tokens, accepted, proposed=length))
@@ -196,7 +197,7 @@ class SpeculativeBatch(GenerationBatch):
         self._next_tokens, self._next_logprobs = mx.array(following, mx.uint32), [None] * len(following)
         mx.async_eval([cache.state for cache in self.prompt_cache])
         self.model.policy.observe(_record(blocks, length, verified, self.model.clock() - started))
-        return [answer for answer in self._answer(blocks, reasons, errors) if answer.block.tokens or answer.error]
+        return self._answer(blocks, reasons, errors)
 
     def _own_tokens(self, inputs_BL: mx.array, logits_BLV: mx.array) -> mx.array:
         """The target's choice ``[B, L]`` at each position, by each row's own processors and sampler."""
@@ -209,10 +210,9 @@ class SpeculativeBatch(GenerationBatch):
             chosen.append(_choose(process_logits(processors, text, logits_BLV[row]), self.samplers[row]))
         return mx.stack(chosen)
 
-    def _begin(self, row: int) -> list[int]:
-        """The row has joined: what follows is answered. Nothing is yet."""
+    def _begin(self, row: int) -> None:
+        """The row has joined: its stops hold for what follows."""
         self._matchers[row] = self.stop_sequences[row].matcher()
-        return []
 
     def _until_end(self, row: int, tokens: list[int]) -> tuple[list[int], str | None]:
         """The tokens up to where the row ends, and why it ends there."""
@@ -251,7 +251,7 @@ class SpeculativeBatch(GenerationBatch):
         return None
 
     def _answer(self, blocks: list[Block], reasons: list[str | None], errors: list[Exception | None]) -> list[RowBlock]:
-        """The rows' blocks; those that end leave the batch with their caches."""
+        """The blocks of the rows that answer; those that end leave the batch with their caches."""
         answers, left = [], []
         for row, (uid, block, reason, error) in enumerate(zip(self.uids, blocks, reasons, errors, strict=True)):
             if error is not None:
@@ -259,9 +259,10 @@ class SpeculativeBatch(GenerationBatch):
             elif reason is not None:
                 answers.append(RowBlock(uid, block, reason, self.extract_cache(row), self.tokens[row]))
             else:
-                answers.append(RowBlock(uid, block))
                 left.append(row)
-        if len(left) < len(answers):
+                if block.tokens:
+                    answers.append(RowBlock(uid, block))
+        if len(left) < len(self.uids):
             self.filter(left)
         return answers
 

@@ -71,25 +71,27 @@ def test_eight_requests_of_all_kinds_get_the_texts_that_they_have_alone(server, 
 
 
 class Counting(Policy):
-    """Counts the drafts that the target verifies."""
+    """Counts the drafts in the passes of the target."""
 
-    verified = 0
+    passed = 0
 
     def observe(self, block: BlockRecord) -> None:
-        self.verified += block.verified * block.rows
+        self.passed += block.verified * block.rows
 
 
-def test_accepted_and_rejected_drafts_are_those_that_the_target_verified(here, model):
+@pytest.mark.parametrize("clients", [1, 4])
+def test_accepted_and_rejected_drafts_are_those_that_the_target_verified(here, model, clients):
     policy, told = Counting(), 0
     running = here(lambda: words(model, policy=policy))
-    for clients in (1, 4):
-        with ThreadPoolExecutor(clients) as pool:
-            prompts = ["1 2 3", "4 5", "6", "7 8 9"]
-            for answer in pool.map(lambda prompt: running.complete(prompt, max_tokens=40), prompts):
-                details = answer.usage.completion_tokens_details
-                told += details.accepted_prediction_tokens + details.rejected_prediction_tokens
-        running.generator.between_requests(lambda: None)
-        assert told == policy.verified == running.metric("vllm:spec_decode_num_draft_tokens_total") > 100
+    with ThreadPoolExecutor(clients) as pool:
+        prompts = ["1 2 3", "4 5", "6", "7 8 9"]
+        for answer in pool.map(lambda prompt: running.complete(prompt, max_tokens=40), prompts):
+            details = answer.usage.completion_tokens_details
+            told += details.accepted_prediction_tokens + details.rejected_prediction_tokens
+    running.generator.between_requests(lambda: None)
+    joining = 15 * (len(prompts) - 1) * (clients > 1)  # a block that a row joins also reads drafts after its prompt
+    assert told == running.metric("vllm:spec_decode_num_draft_tokens_total") > 100
+    assert told <= policy.passed <= told + joining
 
 
 @pytest.mark.parametrize("options", [{"kv_bits": 8}, {"max_kv_size": 64}])

@@ -207,3 +207,7 @@ def _blas_function(in_mkl: str, in_openblas: str) -> Callable[..., int] | None:
 
 blas = preload_blas()
 """The BLAS in use on the CPU: a library's path, or a sentence."""
+
+# cuDNN plans its attention anew for each pair of query and key lengths, tens of milliseconds a time, and a block nearly
+# always has a pair of its own. MLX reads this with its first attention.
+os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")

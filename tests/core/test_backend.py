@@ -58,6 +58,16 @@ def test_blas_says_so_when_mlx_came_first() -> None:
             assert run.stderr == "mlx was imported before dflash, too late for the fast BLAS: import dflash first.\n"
 
 
+@pytest.mark.parametrize("chosen", [None, "1"])
+def test_cudnn_plans_no_attention_unless_the_user_asks_for_it(monkeypatch, chosen):
+    monkeypatch.delenv("MLX_CUDA_USE_CUDNN_SDPA")
+    if chosen:
+        monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", chosen)
+    script = "import dflash, os; print(os.environ['MLX_CUDA_USE_CUDNN_SDPA'])"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == (chosen or "0")
+
+
 def test_a_thread_that_used_mlx_does_not_abort_the_process_at_its_exit():
     code = """if True:
         import threading

@@ -5,6 +5,7 @@ mark is their geometric mean with the 95 % interval over prompts. It is hollow f
 that is no property of the drafter: in some passes the policy fell back to plain decoding.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,19 @@ def draw(folder: Path, factors: Sequence[str], cells: Sequence[CellAnswers]) -> 
 
 
 def draw_intervals(path: Path, values: Mapping[str, tuple[float, Sequence[float] | None]], label: str) -> Path:
-    """Write a number, with the limits of its interval if it has one, for each name, from left to right."""
+    """Write a number, with the limits of its interval if it has one, for each name, from left to right.
+
+    What paths have in common, as the drafters of a run do, stands below the axis.
+    """
+    shared = os.path.dirname(os.path.commonprefix([*values]))
     figure = Figure(figsize=(max(3.6, 0.7 * len(values)), 3), layout="constrained")
     panel = figure.subplots()
     numbers = np.array([value for value, _ in values.values()])
     bars = np.abs(np.array([limits or (value, value) for value, limits in values.values()]).T - numbers)
     panel.errorbar(range(len(values)), numbers, bars, color=COLOURS[0], marker="o", markersize=5, capsize=3)
-    panel.set_xticks(range(len(values)), list(values), rotation=20, ha="right", fontsize=8)
+    labels = [name.removeprefix(shared).lstrip(os.sep) if shared else name for name in values]
+    panel.set_xticks(range(len(values)), labels, rotation=20, ha="right", fontsize=8)
+    panel.set_xlabel(shared, fontsize=8)
     panel.set_ylabel(label, fontsize=9)
     panel.grid(axis="y", alpha=0.25)
     return _save(path, figure)

@@ -46,6 +46,7 @@ def test_tensorboard_gets_a_scalar_for_each_number(folder, monkeypatch):
     assert {name for name, *_ in scalars} >= {"val_loss", "learning_rate", "acceptance_length"}
 
 
+@pytest.mark.filterwarnings("error:constrained_layout")  # names so long that they leave no room for the numbers
 def test_the_drafters_of_a_run_are_scored_and_plotted_in_one_command(folder, tmp_path):
     run, plot = folder / "kept", tmp_path / "steps.svg"
     train(recipe(folder, "kept", "run.callbacks=[drafters]", "run.steps=4", "run.evaluate_every=2"))
@@ -61,7 +62,7 @@ def test_the_drafters_of_a_run_are_scored_and_plotted_in_one_command(folder, tmp
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)["drafters"]
     assert [own["drafter"] for own in found] == list(map(str, steps))
-    assert all(str(step) in plot.read_text() for step in steps)
+    assert all(f">{name}<" in plot.read_text() for name in (run / "drafters", "000002", "000004"))
     alone = invoke("eval", steps[1], *asked[3:], "--decode", "--json")
     assert found[1]["by_prompt"] == json.loads(alone.stdout)["by_prompt"]
 

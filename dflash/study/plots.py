@@ -45,7 +45,7 @@ def draw_intervals(path: Path, values: Mapping[str, tuple[float, Sequence[float]
 
     What paths have in common, as the drafters of a run do, stands below the axis.
     """
-    shared = os.path.dirname(os.path.commonprefix([*values]))
+    shared = os.path.dirname(os.path.commonprefix([*values]))  # noqa: RUF071 (only whole folders are left of it)
     figure = Figure(figsize=(max(3.6, 0.7 * len(values)), 3), layout="constrained")
     panel = figure.subplots()
     numbers = np.array([value for value, _ in values.values()])

@@ -152,8 +152,15 @@ def _heldout(folder: Path, template: str | None) -> list["Conversation"]:
     from ..prompts.conversations import conversation, message_bytes
     from ..training.data.text import read_dataset
 
-    rows = (row for row in read_dataset(folder, "heldout") if row.text.get("chat", True))
-    found = [conversation(row.text, f"{folder}, conversation {row.number}", template) for row in rows]
+    found, errors = [], []
+    for row in read_dataset(folder, "heldout"):
+        try:
+            if row.text.get("chat", True):
+                found.append(conversation(row.text, f"{folder}, conversation {row.number}", template))
+        except DataError as error:  # a server records what it was asked, such as an empty message
+            errors.append(error)
+    if errors:
+        logger.warning("Left out, as they are no prompts: %d. The first is %s", len(errors), errors[0])
     if not found:
         raise DataError(f"{folder} holds out no conversation; see 'dflash data split', or give a file of prompts.")
     return list({message_bytes(own.unanswered().messages): own for own in found}.values())

@@ -228,12 +228,12 @@ def test_the_report_of_a_record_is_what_clients_were_told(here, tmp_path):
     assert QUESTION not in text
 
 
-def write_record(folder: Path, decoder, lines: list[dict]) -> Path:
-    folder.mkdir()
+def write_record(folder: Path, decoder, lines: list[dict], content: str = "{}") -> Path:
+    folder.mkdir(exist_ok=True)
     record = Record(folder, 1 << 20, [])
     record.begin(decoder.loaded_target)
     for number, about in enumerate(lines):
-        record.add([{"role": "user", "content": f"{number % 20}"}], [5, number], [7, 8], **about)
+        record.add([{"role": "user", "content": content.format(number % 20)}], [5, number], [7, 8], **about)
     return folder
 
 
@@ -268,12 +268,17 @@ def test_what_has_no_acceptance_is_refused_in_one_line(decoder, tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_score_takes_what_a_record_holds_out(decoder, tmp_path):
+def test_a_score_takes_what_a_record_holds_out(decoder, tmp_path, caplog):
     folder = write_record(tmp_path / "served", decoder, [{"chat": number != 3} for number in range(40)])
     held = {row.text["messages"][0]["content"] for row in read_dataset(folder, "heldout") if row.text["chat"]}
     found = Requests.read(folder).conversations
     assert [own.unanswered().messages[0]["content"] for own in found] == list(dict.fromkeys(sorted(held, key=int)))
     assert 1 < len(held) < 20
     assert len(Requests.read(str(folder), limit=1).conversations) == 1
+    write_record(folder, decoder, [{}] * 40, content=" ")
+    texts = [own.messages[0]["content"] for own in Requests.read(folder).conversations]
+    assert 1 < len(texts) < 20
+    assert all(text.strip() for text in texts)
+    assert "Left out, as they are no prompts: 40. The first is" in caplog.text
     with pytest.raises(DataError, match="holds out no conversation"):
         Requests.read(write_record(tmp_path / "raw", decoder, [{"chat": False}] * 9))

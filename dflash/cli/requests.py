@@ -101,50 +101,59 @@ class Requests:
 
         Raises ``DataError``, naming the line, where the target cannot take one.
         """
-        from ..evaluation import BenchPrompt
-
-        prompts, in_messages = [], form.in_messages(target)
-        for conversation in self.conversations:
-            asked = conversation.unanswered()
-            asked = asked if form.system is None else asked.with_system(form.system)
-            messages = list(asked.messages)
-            check = conversation.extra.get("check")
-            if check is not None and not isinstance(check, dict):
-                raise DataError(f'{conversation.where}: "check" must be an object, got {type(check).__name__}.')
-            alone = len(messages) == 1 and messages[0]["role"] == "user"
-            try:
-                tokens = in_messages(messages[0]["content"] if alone else messages)
-                if asked.later:  # a later turn that cannot be asked shows before anything is decoded
-                    in_messages(list(asked.after("").messages))
-            except GenerationError as error:
-                raise DataError(f"{conversation.where}: {error}") from error
-            kind = conversation.extra.get("kind")
-            kind = None if kind is None else str(kind)
-            goes_on = asked if asked.later else None
-            prompts.append(BenchPrompt(messages[-1]["content"], tokens, check, kind, goes_on))
-        return prompts
+        return [_encode(conversation, target, form) for conversation in self.conversations]
 
     def fitting(
         self, target: "LoadedTargetModel", form: PromptFormat, longest: int | None, max_tokens: int
     ) -> tuple[list["BenchPrompt"], list[str]]:
         """The prompts that leave room for ``max_tokens`` tokens, and one sentence on each that does not.
 
-        Raises ``DFlashError`` if none does, and as :meth:`encode`.
+        Raises ``DFlashError`` if none does, and as :meth:`encode`; but what a server recorded is left out.
         """
         found, left_out = [], []
-        for prompt, conversation in zip(self.encode(target, form), self.conversations, strict=True):
+        for conversation in self.conversations:
+            try:
+                prompt = _encode(conversation, target, form)
+            except DataError as error:
+                if not Path(self.source).is_dir():
+                    raise
+                left_out.append(f"{error} It is left out.")
+                continue
             if longest is None or len(prompt.tokens) + max_tokens <= longest:
                 found.append(prompt)
                 continue
             left_out.append(
                 f"{conversation.where} is left out: {len(prompt.tokens)} prompt tokens and {max_tokens} new ones "
-                f"exceed the limit of {longest}."
+                f"exceed the limit of {longest}; ask for fewer."
             )
         if not found:
-            raise DFlashError(f"No prompt of {self.source} fits: {left_out[0]} Ask for fewer tokens.")
+            raise DFlashError(f"No prompt of {self.source} fits: {left_out[0]}")
         for sentence in left_out:
             logger.warning("%s", sentence)
         return found, left_out
+
+
+def _encode(conversation: "Conversation", target: "LoadedTargetModel", form: PromptFormat) -> "BenchPrompt":
+    from ..evaluation import BenchPrompt
+
+    in_messages = form.in_messages(target)
+    asked = conversation.unanswered()
+    asked = asked if form.system is None else asked.with_system(form.system)
+    messages = list(asked.messages)
+    check = conversation.extra.get("check")
+    if check is not None and not isinstance(check, dict):
+        raise DataError(f'{conversation.where}: "check" must be an object, got {type(check).__name__}.')
+    alone = len(messages) == 1 and messages[0]["role"] == "user"
+    try:
+        tokens = in_messages(messages[0]["content"] if alone else messages)
+        if asked.later:  # a later turn that cannot be asked shows before anything is decoded
+            in_messages(list(asked.after("").messages))
+    except GenerationError as error:
+        raise DataError(f"{conversation.where}: {error}") from error
+    kind = conversation.extra.get("kind")
+    return BenchPrompt(
+        messages[-1]["content"], tokens, check, None if kind is None else str(kind), asked if asked.later else None
+    )
 
 
 def _heldout(folder: Path, template: str | None) -> list["Conversation"]:

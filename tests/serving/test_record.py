@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.cli import assert_one_error, invoke
 
-from dflash.cli.requests import Requests
+from dflash.cli.requests import PromptFormat, Requests
 from dflash.core.errors import DataError, DFlashError
 from dflash.evaluation.traces import acceptance_counts, survival
 from dflash.serving.record import Record, recorded, recorded_path, recording, shard_numbers
@@ -228,12 +228,12 @@ def test_the_report_of_a_record_is_what_clients_were_told(here, tmp_path):
     assert QUESTION not in text
 
 
-def write_record(folder: Path, decoder, lines: list[dict], content: str = "{}") -> Path:
+def write_record(folder: Path, decoder, lines: list[dict], content: str = "{}", *more: dict) -> Path:
     folder.mkdir(exist_ok=True)
     record = Record(folder, 1 << 20, [])
     record.begin(decoder.loaded_target)
     for number, about in enumerate(lines):
-        record.add([{"role": "user", "content": content.format(number % 20)}], [5, number], [7, 8], **about)
+        record.add([{"role": "user", "content": content.format(number % 20)}, *more], [5, number], [7, 8], **about)
     return folder
 
 
@@ -280,5 +280,12 @@ def test_a_score_takes_what_a_record_holds_out(decoder, tmp_path, caplog):
     assert 1 < len(texts) < 20
     assert all(text.strip() for text in texts)
     assert "Left out, as they are no prompts: 40. The first is" in caplog.text
+    write_record(folder, decoder, [{}] * 40, "{}", {"role": "system", "content": "Be short."})
+    requests = Requests.read(folder)
+    fitting, left_out = requests.fitting(decoder.loaded_target, PromptFormat(), None, 8)
+    assert len(fitting) + len(left_out) == len(requests.conversations)
+    assert fitting
+    assert left_out
+    assert all("the last message is the system's" in sentence.lower() for sentence in left_out)
     with pytest.raises(DataError, match="holds out no conversation"):
         Requests.read(write_record(tmp_path / "raw", decoder, [{"chat": False}] * 9))

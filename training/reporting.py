@@ -8,6 +8,8 @@ Weights & Biases and SwanLab are called through mlx-lm's own callbacks (:mod:`ml
 metric names, so that runs of both can be compared; their environment variables set project and entity.
 """
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
@@ -15,8 +17,9 @@ from mlx_lm.tuner.callbacks import TrainingCallback, get_reporting_callbacks
 from dflash.core.errors import DFlashError
 
 from .callbacks import Callback, RunInfo, register_callback
-from .export import export
+from .export import export, require_only_a_drafter
 from .loop.run import OnLog
+from .loop.run_folder import STATE, read_log, read_progress
 
 PROJECT = "dflash"
 _NAMES = {"tokens_per_s": "tokens_per_second", "peak_memory_gb": "peak_memory", "heldout_loss": "val_loss"}
@@ -84,10 +87,27 @@ def tensorboard(run: RunInfo) -> OnLog:
 
 @register_callback("drafters")
 def drafters(run: RunInfo) -> OnLog:
-    """The drafter of every evaluation into ``drafters/STEP`` of the run folder, for ``dflash eval RUN/drafters/*``."""
+    """The drafter of every evaluation into ``drafters/STEP`` of the run folder, for ``dflash eval RUN/drafters/*``.
+
+    One that a kill left out is made when the run continues.
+    """
+
+    def folder(step: int) -> Path:
+        return run.folder / "drafters" / f"{step:06}"
 
     def on_log(line: dict[str, Any]) -> None:
-        if "loss" not in line:  # an evaluation, before which the run has saved
-            export(run.folder, run.folder / "drafters" / f"{line['step']:06}", best=False)
+        if "loss" in line:
+            return
+        finished = folder(line["step"])  # of an evaluation, before which the run has saved
+        unfinished = finished.with_name(f".{finished.name}")
+        require_only_a_drafter(finished)
+        for left in (unfinished, finished):  # by a kill, or by the decay of a shorter run
+            shutil.rmtree(left, ignore_errors=True)
+        export(run.folder, unfinished, best=False)
+        unfinished.rename(finished)
 
+    saved = read_progress(run.folder / STATE).step
+    for line in read_log(run.folder):
+        if line["step"] == saved and not folder(saved).exists():
+            on_log(line)
     return on_log

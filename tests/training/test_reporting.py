@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,7 +14,8 @@ from support.runs import read_log, recipe
 
 from dflash.core.errors import DFlashError
 from dflash.core.files import read_safetensors
-from dflash.training.export import export
+from dflash.training import reporting
+from dflash.training.export import EXPORTED, export
 from dflash.training.reporting import numbers
 from dflash.training.train import train
 
@@ -65,6 +67,30 @@ def test_the_drafters_of_a_run_are_scored_and_plotted_in_one_command(folder, tmp
     assert all(f">{name}<" in plot.read_text() for name in (run / "drafters", "000002", "000004"))
     alone = invoke("eval", steps[1], *asked[3:], "--decode", "--json")
     assert found[1]["by_prompt"] == json.loads(alone.stdout)["by_prompt"]
+
+
+def test_a_kill_during_an_export_loses_no_drafter_and_leaves_no_half_one(folder, monkeypatch):
+    class Kill(BaseException):
+        pass
+
+    def killed(run: Path, to: Path, best: bool) -> None:
+        export(run, to, best)
+        (to / "config.json").unlink()
+        raise Kill
+
+    drafters, asked = (
+        folder / "killed" / "drafters",
+        ("run.callbacks=[drafters]", "run.steps=4", "run.evaluate_every=2"),
+    )
+    for _ in range(2):  # in the evaluation, then as the run continues
+        with monkeypatch.context() as patched:
+            patched.setattr(reporting, "export", killed)
+            with pytest.raises(Kill):
+                train(recipe(folder, "killed", *asked))
+        assert list(drafters.glob("[!.]*")) == []
+    train(recipe(folder, "killed", *asked))
+    assert sorted(step.name for step in drafters.iterdir()) == ["000002", "000004"]
+    assert {frozenset(file.name for file in step.iterdir()) for step in drafters.iterdir()} == {frozenset(EXPORTED)}
 
 
 @pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboardX")])

@@ -140,7 +140,7 @@ class Run:
         """Write the checkpoint that a run continues from, and a second one where the learning rate begins to fall."""
         if self.ranks.is_main:
             progress = Progress(done, self.settings.steps, list(self.recent))
-            names = (STATE, BEFORE_DECAY) if self._decay_begins(done) else (STATE,)
+            names = (BEFORE_DECAY, STATE) if self._decay_begins(done) else (STATE,)  # a kill between repeats both
             begin = time.perf_counter()
             try:
                 for name in names:

@@ -169,6 +169,23 @@ def test_a_longer_run_continues_a_shorter_one_to_the_weights_that_it_would_have_
         assert all(mx.array_equal(value, files[1][key]) for key, value in files[0].items())
 
 
+def test_a_run_killed_between_the_two_checkpoints_of_the_decay_can_still_be_made_longer(tmp_path, monkeypatch):
+    written, save = [], run.save_checkpoint
+
+    def killed(path: Path, *given: object) -> None:
+        if written:
+            raise Stop
+        written.append(path)
+        save(path, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "save_checkpoint", killed)
+        with pytest.raises(Stop):
+            toy_fit(tmp_path / "killed", wsd(10))
+    toy_fit(tmp_path / "killed", wsd(10))
+    assert np.array_equal(toy_fit(tmp_path / "killed", wsd(16)), toy_fit(tmp_path / "straight", wsd(16)))
+
+
 def test_a_run_that_cannot_have_another_length_is_refused_and_nothing_is_recorded(tmp_path):
     def run(steps):
         settings = FitSettings(steps=steps, optimizer=AdamWSettings())

@@ -357,12 +357,17 @@ class DFlashSpeculativeDecoder:
         target, drafter, generated = self.loaded_target, self.draft_model, 0
         if options.tree is not None:
             drafter = cast(Drafter, TreeDrafter(drafter, options.tree))
+        kept, caches, processors = options.prompt_cache, (cache, None), options.build_processors()
+        if kept is not None:
+            kept.begin(prompt, cache.quantization)
+            caches = kept.target_cache, kept.draft_cache
+            processors = [kept.of_known(process) for process in processors]
         run = Decoding(
             target,
             drafter,
             options.build_sampler(self.tokenizer),
             options.verify_rule(),
-            options.build_processors(),
+            processors,
             self._policy(options),
             inspect=None if options.trace is None else inspect,
             wait=options.profile,
@@ -370,10 +375,6 @@ class DFlashSpeculativeDecoder:
         )
         stops = target.stop_token_ids() if options.stop_token_ids is None else frozenset(options.stop_token_ids)
         with wired_limit(self.target_model):  # on Metal, keeps the weights resident; elsewhere nothing
-            kept, caches = options.prompt_cache, (cache, None)
-            if kept is not None:
-                kept.begin(prompt, cache.quantization)
-                caches = kept.target_cache, kept.draft_cache
             # A prompt's products are large enough for all BLAS threads; blocks get their own count.
             state = prefill(run, prompt, options.prefill_step_size, *caches)
             with self.threads.in_use():
@@ -384,7 +385,7 @@ class DFlashSpeculativeDecoder:
                         yield replace(step, why=run.policy.why()) if options.watched else step
                 finally:
                     blocks.close()  # plain steps hand over to the drafter what they kept for it
-                    if kept is not None:
+                    if kept is not None and kept.target_cache is caches[0]:  # or another request has begun with it
                         kept.end(state.tokens, len(prompt) + generated)
 
     def _recorded(

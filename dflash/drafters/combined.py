@@ -73,6 +73,12 @@ class CombinedCache:
         """The arrays of the model's context."""
         return getattr(self.model, "state", ())
 
+    def rewind(self, length: int) -> None:
+        """Keep the first ``length`` tokens. The model's context must be one that can go back."""
+        self.model.rewind(length)
+        kept, self.copies, self.made = self.copies.tokens[:length], NgramCache(), []
+        self.copies.extend(kept)
+
     def learn(self, anchor: int) -> None:
         """Learn which of the latest drafts were right, if anything was written since."""
         if len(self.copies.tokens) >= self.made_at:

@@ -7,6 +7,7 @@ one per layer. Ours appends the tokens and the drafter's context, also as caches
 import copy
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from mlx_lm.models.cache import (
 
 from ..core.errors import GenerationError, IncompatibleModelsError, one_line
 from ..core.files import atomic_write
+from ..drafters.combined import CombinedCache
 from ..drafters.context import ContextCache
 from ..drafters.protocol import Drafter
 from ..drafters.rows import Contexts, TextByText, for_batches
@@ -36,6 +38,7 @@ from ..target.rows import as_rows
 
 logger = logging.getLogger(__name__)
 
+Processor = Callable[[mx.array, mx.array], mx.array]
 KEY = "dflash"
 UNKNOWN = 0
 """The id given to each token of mlx-lm's files, which do not store them."""
@@ -44,7 +47,7 @@ UNKNOWN = 0
 class PromptCache:
     """The caches of target and drafter for a prefix of the text, so that it need not be read again.
 
-    A prompt cache never changes the text. Each request gives its whole prompt, and the part that is cached is skipped.
+    A prompt cache never changes the text, unless the target's caches are quantised or bounded. Each request gives its whole prompt, and the part that is cached is skipped.
     After the request the cache holds the prompt and the answer, so the next turn of a conversation continues it. If the
     next prompt differs, the caches rewind to the common prefix. Those that cannot (sliding windows that have moved on,
     recurrent states) start again.
@@ -60,6 +63,8 @@ class PromptCache:
         self.tokens: list[int] = []
         self.reused = 0
         """How many tokens of the last prompt were not read again."""
+        self.unknown = 0
+        """How many of the first tokens are not known, as mlx-lm's files do not store them."""
         self.target_cache = target.make_cache(**cache_options)
         self.draft_cache = drafter.make_cache()
 
@@ -91,7 +96,7 @@ class PromptCache:
                 kinds,
             )
             self._reset()
-        self.target_cache.quantization = quantization
+        self.target_cache.quantization = quantization or self.target_cache.quantization
         self.reused, self.tokens = len(self.tokens), []
         return self.reused
 
@@ -106,6 +111,11 @@ class PromptCache:
         elif len(self.tokens) > wanted:
             self._rewind(wanted)
 
+    def of_known(self, process: Processor) -> Processor:
+        """A logits processor that is not shown the unknown tokens, as mlx-lm does not show them."""
+        unknown = self.unknown
+        return (lambda tokens, logits: process(tokens[unknown:], logits)) if unknown else process
+
     # --- mlx-lm's interface of a cache, by which its server keeps several ---------------------------------
 
     @property
@@ -115,8 +125,7 @@ class PromptCache:
 
     def is_trimmable(self) -> bool:
         """Whether :meth:`trim` can go back, as far as the classes of the caches tell."""
-        context = isinstance(self.draft_cache, ContextCache) or not self.drafter.target_layer_ids
-        return context and all(cache.is_trimmable() for cache in self.target_cache)
+        return self._drafter_goes_back and all(cache.is_trimmable() for cache in self.target_cache)
 
     def trim(self, count: int) -> int:
         """Drop the last ``count`` tokens, or all if that is not possible; returns how many were dropped."""
@@ -169,22 +178,28 @@ class PromptCache:
         return other
 
     def _rewind(self, length: int) -> bool:
-        """Keep the first ``length`` tokens; returns whether that was possible."""
+        """Keep the first ``length`` tokens; returns whether that was possible. If not, nothing has changed."""
+        if not self._drafter_goes_back:
+            return False
         try:
             self.target_cache.rewind(length)
         except (GenerationError, RuntimeError):
             return False
-        self.tokens = self.tokens[:length]
-        if isinstance(self.draft_cache, ContextCache):
+        self.tokens, self.unknown = self.tokens[:length], min(self.unknown, length)
+        if self.drafter.target_layer_ids:
             self.draft_cache.rewind(length)
-        elif not self.drafter.target_layer_ids:
-            self.draft_cache = _rebuilt_cache(self.drafter, self.tokens)
         else:
-            return False
+            self.draft_cache = _rebuilt_cache(self.drafter, self.tokens)
         return True
 
+    @property
+    def _drafter_goes_back(self) -> bool:
+        """Whether the drafter's cache can be rewound; one without features is rebuilt from the tokens."""
+        context = self.draft_cache.model if isinstance(self.draft_cache, CombinedCache) else self.draft_cache
+        return isinstance(context, ContextCache) or not self.drafter.target_layer_ids
+
     def _reset(self) -> None:
-        self.tokens = []
+        self.tokens, self.unknown = [], 0
         self.target_cache = self.target.make_cache(**self._options)
         self.draft_cache = self.drafter.make_cache()
 
@@ -207,7 +222,7 @@ class PromptCache:
             raise GenerationError("The prompt cache is empty; generate or read a prompt with it before it is saved.")
         if path.suffix != ".safetensors":
             raise GenerationError(f"A prompt cache is a .safetensors file, got {path}.")
-        fingerprints = {"target": target_fingerprint(self.target)}
+        fingerprints: dict[str, Any] = {"target": target_fingerprint(self.target), "unknown": self.unknown}
         caches = [_in_mlx_lm(cache) for cache in self.target_cache] + [_one_array(mx.array(self.tokens, mx.int32))]
         if isinstance(self.draft_cache, ContextCache) and isinstance(self.drafter, nn.Module):
             fingerprints["drafter"] = model_fingerprint(self.drafter)
@@ -239,7 +254,10 @@ class PromptCache:
             raise IncompatibleModelsError(f"The prompt cache {path} was made for another target.")
         tokens = caches[number][0].tolist() if fingerprints else []
         found.target_cache = _target_cache(target, caches[:number] if fingerprints else caches, len(tokens), path)
-        found.tokens = tokens or [UNKNOWN] * found.target_cache.offset
+        found.unknown = fingerprints.get("unknown", 0) if tokens else found.target_cache.offset
+        found.tokens = tokens or [UNKNOWN] * found.unknown
+        bounds = [cache.max_size for cache in found.target_cache if isinstance(cache, KeptWindowCache)]
+        found._options = {"max_kv_size": bounds[0]} if bounds else {}
         same_drafter = isinstance(drafter, nn.Module) and fingerprints.get("drafter") == model_fingerprint(drafter)
         layers = caches[number + 1 :] if same_drafter else []
         found.draft_cache = _draft_cache(drafter, layers, found.tokens, bool(fingerprints))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
 from support.models import (
     ScriptedDrafter,
     bound_drafter,
@@ -22,6 +23,7 @@ from support.models import (
 from dflash import DFlashSpeculativeDecoder, LoadedTargetModel, Policy
 from dflash.adapters.conformance import small_models as small
 from dflash.core.errors import DFlashError, GenerationError, IncompatibleModelsError
+from dflash.drafters.combined import CombinedDrafter
 
 NEAR_TIE = 2e-4
 FIRST, SECOND, THIRD = [3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5], [8, 9, 7, 9, 3]
@@ -220,6 +222,56 @@ def test_a_file_of_mlx_lms_is_continued_by_a_drafter_that_sees_what_follows(kind
     assert ours[14 + len(SECOND) :] == expected
 
 
+def test_processors_do_not_see_the_tokens_that_a_file_of_mlx_lms_does_not_store(tmp_path):
+    decoder, file = DFlashSpeculativeDecoder(target("qwen3", 3), bound_drafter("qwen3", 3)), tmp_path / "c.safetensors"
+    penalties = {"repetition_penalty": 3.0, "presence_penalty": 2.0}
+    read_by_mlx_lm(decoder.target_model, FIRST * 2, file)
+    given, theirs = [*([0] * 14), *SECOND], load_prompt_cache(str(file))
+    answer = generate_step(
+        mx.array(SECOND),
+        decoder.target_model,
+        max_tokens=12,
+        prompt_cache=theirs,
+        logits_processors=make_logits_processors(**penalties),
+    )
+    expected = [token for token, _ in answer]
+    for _ in range(2):
+        cache = decoder.load_prompt_cache(file)
+        assert cache.unknown == 14
+        cache.save(file)  # where they are not known either
+        for policy in ("full", 0):
+            ours = decoder.spec_generate(
+                given, 12, prompt_cache=copy.deepcopy(cache), policy=policy, **penalties, **NO_STOP
+            )
+            assert ours[0].tolist()[len(given) :] == expected
+
+
+def test_a_request_that_is_left_open_does_not_spoil_the_cache_of_the_next():
+    decoder = with_tokenizer("qwen3", policy=0)
+    cache = decoder.make_prompt_cache()
+    for close in (True, False):
+        left = decoder.stream_generate(FIRST, max_tokens=9, prompt_cache=cache, **NO_STOP)
+        next(left)
+        decoder.spec_generate(SECOND, 5, prompt_cache=cache, **NO_STOP)
+        _ = left.close() if close else list(left)
+        for prompt in (FIRST, SECOND):
+            with_it = decoder.spec_generate(prompt, 9, prompt_cache=cache, **NO_STOP)
+            assert mx.array_equal(with_it, decoder.spec_generate(prompt, 9, **NO_STOP))
+
+
+def test_the_context_of_a_drafter_that_also_copies_goes_back_with_the_target():
+    decoder = DFlashSpeculativeDecoder(target("qwen3", 3), CombinedDrafter(bound_drafter("qwen3", 3)), policy="full")
+    cache, text = decoder.make_prompt_cache(), decoder.spec_generate(FIRST, 12, **NO_STOP)[0].tolist()
+    decoder.spec_generate(FIRST, 12, prompt_cache=cache, **NO_STOP)
+    assert cache.trim(5) == 5
+    assert cache.tokens == text[: len(cache.tokens)]
+    assert cache.draft_cache.offset == len(cache.tokens) == len(cache.draft_cache.copies.tokens)
+    assert cache.is_trimmable()
+    again = decoder.spec_generate([*cache.tokens, *SECOND], 9, prompt_cache=cache, **NO_STOP)
+    assert cache.reused > 5
+    assert mx.array_equal(again, decoder.spec_generate([*text[: cache.reused], *SECOND], 9, **NO_STOP))
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "sliding"])
 def test_mlx_lm_continues_a_file_of_ours(kind, tmp_path):
     decoder = DFlashSpeculativeDecoder(target(kind, 3), bound_drafter(kind, 3))
@@ -282,6 +334,22 @@ def test_a_cache_that_is_quantised_otherwise_is_refused():
     text = decoder.spec_generate(FIRST, 3, prompt_cache=cache, **NO_STOP)[0].tolist()
     with pytest.raises(GenerationError, match="quantised with kv_bits 8 and kv_group_size 32, the request asks for 4"):
         decoder.spec_generate([*text, 3], 3, prompt_cache=cache, kv_bits=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("QuantizedKVCache", QUANTISED), ("KeptWindowCache", {"max_kv_size": 13})]
+)
+def test_a_cache_keeps_what_it_was_made_with(kind, options, tmp_path):
+    """Where a request says nothing of it, and where it is read from a file and begun again."""
+    decoder = DFlashSpeculativeDecoder(loaded(kind), ScriptedDrafter([], 64))
+    cache, file = decoder.make_prompt_cache(**options), tmp_path / "c.safetensors"
+    decoder.spec_generate(FIRST * 2, 3, prompt_cache=cache, **NO_STOP)
+    assert {type(own).__name__ for own in cache.target_cache} == {kind}
+    if kind == "KeptWindowCache":
+        cache.save(file)
+        cache = decoder.load_prompt_cache(file)
+        decoder.spec_generate(SECOND, 3, prompt_cache=cache, **NO_STOP)
+        assert {type(own).__name__ for own in cache.target_cache} == {kind}
 
 
 @pytest.mark.parametrize("kind", KINDS)

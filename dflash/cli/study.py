@@ -262,7 +262,8 @@ def _runs_table(found: list["ComparedRun"]) -> Any:
     made = table(columns, rows)
     if star:
         made.caption = (
-            f"{star} By each run's own objective, and these differ: no run's loss can be compared with another's."
+            f"{star} Objective, data, blocks, vocabulary or kind of drafter differ: no run's loss can be compared with "
+            "another's."
         )
         made.caption_justify = "left"
     return made
@@ -289,7 +290,7 @@ def _acceptance_table(found: list["ComparedRun"]) -> Any:
 
 
 def _loss_mark(found: list["ComparedRun"]) -> str:
-    """What marks losses that cannot be compared, since the runs' objectives differ."""
+    """What marks losses that cannot be compared, since the runs differ in what these are."""
     return "*" if found[0].objective else ""
 
 
@@ -303,4 +304,4 @@ def _prompts_line(count: int, all_heldout: bool) -> str:
     few = (
         "One says nothing about others, so there is no 95 % interval." if count == 1 else "So few say little of others."
     )
-    return f"{line} {few} Give more with --prompts, or hold out more with dflash data split --heldout-percent."
+    return f"{line} {few} Give more with --prompts."

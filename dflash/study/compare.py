@@ -1,5 +1,6 @@
 """Runs of ``dflash train`` next to each other: what differs, how they learned, and whose drafts survive."""
 
+import logging
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import DFlashError
+from ..core.files import read_json
 from ..core.progress import progress
 from ..drafters.checkpoints.checkpoint import load_drafter
 from ..evaluation.acceptance import length_of, length_over
@@ -15,29 +17,38 @@ from ..evaluation.replay import measure_on
 from ..evaluation.statistics import Interval
 from ..evaluation.texts import Texts
 from ..target import LoadedTargetModel, load_target
-from ..training.data.dataset import open_dataset, read_manifest
+from ..training.data.dataset import dataset_fingerprint, open_dataset, read_manifest
 from ..training.evaluate import heldout_prompts
 from ..training.export import export
 from ..training.identity import differences
-from ..training.loop.run_folder import BEST, STATE, read_log, read_progress
+from ..training.loop.run_folder import BEST, RECIPE, STATE, read_log, read_progress
 from ..training.runs import recorded_recipe
 from ..training.train import FINISHED
 from .plan import encoded
 from .settings import PromptSet
+
+logger = logging.getLogger(__name__)
 
 CURVES = ("loss", "heldout_loss", "acceptance_length")
 
 _OF_THE_FOLDER = ("target", "run.folder", "data.folder", "data.cached_features")
 """Settings that differ between equal runs."""
 
+_OF_THE_LOSS = (
+    *("objective", "dataset", "data.max_length", "run.evaluate_prompts", "drafter.kind", "drafter.options"),
+    *("drafter.from", "drafter.vocabulary", "drafter.block_size", "drafter.elastic_blocks"),
+)
+"""Settings, with those below them, that decide what a loss is taken over, and what is added to it."""
+
 
 @dataclass(frozen=True)
 class ComparedRun:
     """One run: how far it is, what its log says (``None`` for what it does not), and its drafter's acceptance.
 
-    ``settings`` are those in which the compared runs differ. ``best_acceptance`` (tokens per target pass) is that of
-    the best evaluation, at ``best_step``; losses and times are the last ones. ``seconds`` is the time of all steps and
-    evaluations, ``tokens_per_second`` the log's median. ``curves`` has steps and values by name.
+    ``settings`` are those in which the compared runs differ, with the ``dataset`` if it does. ``best_acceptance``
+    (tokens per target pass) is that of the best evaluation, at ``best_step``; losses and times are the last ones.
+    ``seconds`` is the time of all steps and evaluations, ``tokens_per_second`` the log's median. ``curves`` has steps
+    and values by name.
 
     ``acceptance`` is in tokens per target pass, over ``blocks`` passes, ``ratio`` its ratio to the first run's, on the
     same ``prompts`` prompts; both are ``None`` unless the drafters decoded.
@@ -62,8 +73,8 @@ class ComparedRun:
 
     @property
     def objective(self) -> str:
-        """In what its objective differs from other runs': only losses of the same one can be compared."""
-        own = {name: value for name, value in self.settings.items() if name.startswith("objective")}
+        """In what its loss differs in kind from other runs': only losses of the same kind can be compared."""
+        own = {name: value for name, value in self.settings.items() if name.startswith(_OF_THE_LOSS)}
         return ", ".join(f"{name.removeprefix('objective.')} {value}" for name, value in own.items())
 
     def results(self) -> dict[str, Any]:
@@ -85,11 +96,11 @@ def compare(
 
     Each run's best drafter, or its last where none was evaluated, is scored on the target's answers to the same
     prompts (:mod:`~dflash.evaluation.replay`): ``prompts``, or the held-out ones of the first run's dataset, at most
-    ``limit``.
+    ``limit``. A run that was trained on other sequences than that dataset's may have seen those, which a warning says.
 
     Raises ``DFlashError`` for folders that hold no run, runs of different targets, and answers of one token each.
     """
-    recipes = [recorded_recipe(folder) for folder in folders]
+    recipes = [recorded_recipe(folder) | {"dataset": _trained_on(folder)} for folder in folders]
     changes = [differences(recipes[0], recipe) for recipe in recipes[1:]]
     varying = sorted({name for found in changes for name, _, _ in found}.difference(_OF_THE_FOLDER))
     runs = [
@@ -103,7 +114,15 @@ def compare(
     _require_one_target(folders, recipes)
     target = load_target(recipes[0]["target"], trust_remote_code)
     if prompts is None:
-        tokens = heldout_prompts(open_dataset(Path(recipes[0]["data"]["folder"]), "heldout", target), limit)
+        data = Path(recipes[0]["data"]["folder"])
+        tokens = heldout_prompts(open_dataset(data, "heldout", target), limit)
+        now = _name(dataset_fingerprint(open_dataset(data, "train", None)))
+        if others := [str(folder) for folder, own in zip(folders, recipes, strict=True) if own["dataset"] != now]:
+            logger.warning(
+                "%s: trained on other sequences than %s trains on now, perhaps on prompts that it holds out; "
+                "give others with --prompts.",
+                *(", ".join(others), data),
+            )
     else:
         tokens = [prompt.tokens for prompt in encoded("prompts", prompts, target)][:limit]
     decoded = _acceptance(target, [_drafter(folder) for folder in folders], tokens, max_tokens)
@@ -142,6 +161,15 @@ def _at(values: Any, name: str) -> Any:
     for key in name.split("."):
         values = values.get(key) if isinstance(values, dict) else None
     return values
+
+
+def _trained_on(folder: Path) -> str | None:
+    found = read_json(folder / RECIPE).get("dataset")
+    return None if found is None else _name(found)
+
+
+def _name(fingerprint: dict[str, int]) -> str:
+    return f"{fingerprint['sequences']} sequences, {fingerprint['crc']:x}"
 
 
 def _require_one_target(folders: Sequence[Path], recipes: Sequence[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 An effect is the geometric mean over pairs of the ratio of two cells. Acceptance lengths are those of all prompts
 together; speeds are compared prompt by prompt, and the median over prompts is taken, which one stall does not move.
+Prompts that different processes timed for the two cells are left out of it: the machine may have been busier for one.
 
 Its interval covers other prompts and, where drafters were trained with several seeds, other seeds. The unit of the
 noise between seeds is the trained drafter: cells that differ only in decoding share one, say nothing more about other
@@ -65,8 +66,11 @@ class Effect:
     def verdict(self) -> str:
         """``higher``, ``lower`` or ``not told apart`` if the interval includes 1, and what limits that.
 
+        ``timed by different processes``: so was every prompt, and there is no ratio, and no pair.
         ``too few prompts``: less than :data:`~dflash.evaluation.statistics.FEWEST_PROMPTS`, or too few for limits.
         """
+        if math.isnan(self.ratio.value):
+            return "timed by different processes"
         low, high = self.ratio.low, self.ratio.high
         if low is None or high is None or self.answers < FEWEST_PROMPTS:
             return "too few prompts"
@@ -134,10 +138,10 @@ def _effect(name: tuple[str, str, str, str, str, str], pairs: Sequence[Pair], ce
     if any(trained) and freedom:
         ratio = ratio.mapped(math.log).widened(student(freedom) * error).mapped(math.exp)
     ratio = ratio.mapped(lambda number: round(number, 9))  # equal cells differ by nothing but rounding
-    each = [round(math.log(change.value), 9) for change in changes]
+    each = [round(math.log(change.value), 9) for change in changes if math.isfinite(change.value)]
     agreeing, tied = sum(value * math.log(ratio.value) > 0 for value in each), each.count(0.0)
     plain = sum(cell.plain_passes for pair in pairs for cell in pair)
-    counts = (len(changes), agreeing, tied, len(pairs), len(pairs[0][0].answers))
+    counts = (len(each), agreeing, tied, len(pairs), len(pairs[0][0].answers))
     return Effect(*name, ratio, *counts, one_seed=any(trained) and not freedom, plain_passes=plain)
 
 
@@ -164,7 +168,9 @@ def _with_dependence(effect: Effect, pairs: Sequence[Pair], cells: Sequence[Cell
 
 
 def _change(pairs: Sequence[Pair], attribute: str) -> Quantity:
-    return geometric_mean([getattr(after, attribute) / getattr(before, attribute) for before, after in pairs])
+    if attribute == "speed":
+        return geometric_mean([after.speed_over(before.answers) for before, after in pairs])
+    return geometric_mean([after.acceptance / before.acceptance for before, after in pairs])
 
 
 # --- noise between seeds --------------------------------------------------------------------------------------

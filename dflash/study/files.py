@@ -46,7 +46,11 @@ def write_results(plan: Plan, study_file: str | Path | None = None) -> list[Path
         _write(plan.folder / "commands.sh", commands(plan, study_file or copy)),
     ]
     if (sessions := len(sessions_of(cells))) > 1:
-        logger.warning("The answers were timed by %d processes; compare their speeds with care.", sessions)
+        logger.warning(
+            "%d processes timed the answers: speeds are compared on prompts that one of them timed for both sides. "
+            "A new folder times all again.",
+            sessions,
+        )
     try:
         from .plots import draw
     except ImportError:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluation.statistics import Floats, Interval, Median, Ratio
+from ..evaluation.statistics import Interval, Median, Ratio
 from .cache import Answer
 from .plan import Plan, PlannedCell
 
@@ -36,12 +36,17 @@ class CellAnswers:
     @cached_property
     def speed(self) -> Median:
         """Tokens after the first per second since the first; the median over prompts."""
-        return Median(_speeds(self.answers))
+        return Median(np.array([answer.speed for answer in self.answers]))
 
     @cached_property
     def speedup(self) -> Median:
-        """Speed over that of plain mlx_lm, prompt by prompt; the median."""
-        return self.speed / Median(_speeds(self.plain))
+        """Speed over that of plain mlx_lm, as :meth:`speed_over` says."""
+        return self.speed_over(self.plain)
+
+    def speed_over(self, others: Sequence[Answer]) -> Median:
+        """Speed over that of ``others``, prompt by prompt; the median over prompts that one process timed for both."""
+        pairs = zip(self.answers, others, strict=True)
+        return Median(np.array([a.speed / o.speed if a.at == o.at else math.nan for a, o in pairs]))
 
     @cached_property
     def plain_passes(self) -> int:
@@ -103,10 +108,6 @@ def collect(plan: Plan) -> list[CellAnswers]:
 def sessions_of(cells: Sequence[CellAnswers]) -> set[str]:
     """The processes that timed these answers."""
     return {a.at for cell in cells for a in [*cell.answers, *cell.plain] if a.seconds is not None}
-
-
-def _speeds(answers: Sequence[Answer]) -> Floats:
-    return np.array([answer.speed for answer in answers])
 
 
 def columns(name: str, interval: Interval | None) -> dict[str, float | None]:

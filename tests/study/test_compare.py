@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from support.cli import assert_one_error, invoke
@@ -10,6 +11,7 @@ from support.runs import read_log, recipe_values
 
 from dflash.core.settings import from_dict
 from dflash.study.compare import compare
+from dflash.study.settings import PromptSet
 from dflash.training.recipe import Recipe
 from dflash.training.train import train
 
@@ -83,15 +85,49 @@ def test_without_decoding_only_the_logs_are_read(runs, command):
     assert "over the first run" not in invoke(*command, *runs).stdout
 
 
-def test_losses_by_different_objectives_are_marked(runs, tmp_path):
-    shutil.copytree(runs[1], tmp_path / "other")
-    recorded = json.loads((tmp_path / "other" / "recipe.json").read_text())
-    recorded["recipe"]["objective"]["gamma"] = 3
-    (tmp_path / "other" / "recipe.json").write_text(json.dumps(recorded))
+@pytest.fixture
+def changed(runs, tmp_path):
+    """A copy of the run that learned, with another value of its recipe, or of its dataset's fingerprint."""
+
+    def made(section: str, name: str, value: object) -> Path:
+        shutil.copytree(runs[1], tmp_path / "other", dirs_exist_ok=True)
+        recorded = json.loads((runs[1] / "recipe.json").read_text())
+        (recorded if section == "dataset" else recorded["recipe"])[section][name] = value
+        (tmp_path / "other" / "recipe.json").write_text(json.dumps(recorded))
+        return tmp_path / "other"
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "marked"),
+    [
+        *(("drafter", name, 3, True) for name in ("kind", "block_size", "vocabulary", "from")),
+        ("dataset", "crc", 0x1F, True),
+        ("optimizer", "clip", 3, False),
+    ],
+)
+def test_losses_of_another_kind_or_of_other_data_are_told(runs, changed, section, name, value, marked):
+    one, other = compare([runs[1], changed(section, name, value)], decode=False)
+    assert bool(one.objective) == bool(other.objective) == marked
+    column, shown = ("dataset", "24 sequences, 1f") if section == "dataset" else (f"{section}.{name}", value)
+    assert (list(other.settings), other.settings[column]) == ([column], shown)
+
+
+def test_a_run_of_other_data_than_the_held_out_prompts_is_warned_of(runs, changed, place, caplog):
+    other = changed("dataset", "crc", 0)
+    compare([runs[1], other], PromptSet(file=str(place / "prompts.jsonl"), limit=1), max_tokens=4)
+    assert not caplog.messages
+    compare([runs[1], other], limit=1, max_tokens=4)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{other}: trained on other sequences than {place / 'data'} trains on now, perhaps on")
+
+
+def test_losses_by_different_objectives_are_marked(runs, changed, tmp_path):
     plot = tmp_path / "curves.svg"
-    shown = invoke("compare", runs[1], tmp_path / "other", "--no-decode", "--plot", plot).stdout
+    shown = invoke("compare", runs[1], changed("objective", "gamma", 3), "--no-decode", "--plot", plot).stdout
     assert "learned held-out loss*" in shown
-    assert shown.count("* By each run's own objective") == 1
+    assert shown.count("* Objective, data, blocks, vocabulary or kind of drafter differ") == 1
     titles = re.findall(r">([a-z ]*loss[^<]*|acceptance length)<", plot.read_text())
     losses = [f"{name} (gamma {gamma})" for name in ("loss", "heldout loss") for gamma in ("7.0", "3")]
     assert titles == [*losses, "acceptance length"]  # of different objectives, they share no panel

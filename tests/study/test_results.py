@@ -153,6 +153,19 @@ def test_a_speed_is_compared_prompt_by_prompt_and_a_stall_moves_nothing():
     assert effects_of(cells, "tokens_per_s", factor="xy")["x", "y"].ratio.value == pytest.approx(4)
 
 
+def test_a_speed_is_compared_only_where_one_process_timed_both_sides():
+    """The second cell is twice as fast, but on prompts that a busier process timed."""
+    one, other = cell("x", [10] * 9, plain=True), cell("y", [10] * 9, plain=True)
+    told = "timed by different processes"
+    for apart, verdict, ratio, pairs, speedup in ((3, "higher", 2, 1, 4), (9, told, None, 0, None)):
+        other.answers[:] = [dataclasses.replace(a, seconds=0.5) for a in one.answers]
+        other.answers[:apart] = [dataclasses.replace(a, seconds=9.0, at="tomorrow") for a in one.answers[:apart]]
+        row = effects_of([one, other], "tokens_per_s", factor="xy")["x", "y"].row()
+        assert (row["verdict"], row["ratio"], row["pairs"]) == (verdict, ratio, pairs)
+        assert dataclasses.replace(other).row()["speedup"] == speedup  # a copy, in which nothing is cached
+        assert effects_of([one, other], factor="xy")["x", "y"].verdict == "not told apart"
+
+
 @pytest.mark.parametrize(("policy", "marked"), [(None, 1), ("adaptive", 1), ("full", 0)])
 def test_passes_without_a_draft_are_counted_where_a_policy_may_leave_drafts_out(policy, marked):
     one = cell("x", [4, 6])

@@ -47,10 +47,10 @@ UNKNOWN = 0
 class PromptCache:
     """The caches of target and drafter for a prefix of the text, so that it need not be read again.
 
-    A prompt cache never changes the text, unless the target's caches are quantised or bounded. Each request gives its whole prompt, and the part that is cached is skipped.
-    After the request the cache holds the prompt and the answer, so the next turn of a conversation continues it. If the
-    next prompt differs, the caches rewind to the common prefix. Those that cannot (sliding windows that have moved on,
-    recurrent states) start again.
+    A prompt cache never changes the text, unless the target's caches are quantised or bounded. Each request gives its
+    whole prompt, and the part that is cached is skipped. After the request the cache holds the prompt and the answer,
+    so the next turn of a conversation continues it. If the next prompt differs, the caches rewind to the common prefix.
+    Those that cannot (sliding windows that have moved on, recurrent states) start again.
 
     Args:
         target: The target.

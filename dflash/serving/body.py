@@ -4,8 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ..core.errors import GenerationError
 from ..core.values import short
 from ..prompts.conversations import ROLES
+from ..prompts.tokens import _checked_config
 
 
 class Refused(Exception):
@@ -65,11 +67,16 @@ def checked_body(raw: bytes, chat: bool, models: Sequence[str]) -> dict[str, Any
         raise Refused(404, f"There is no model {short(model)}; served: {served}.", "model", "model_not_found")
     _check_stop(body.get("stop"))
     if chat:
-        _check_messages(body.get("messages"))
-        choice = body.get("tool_choice", "auto")
-        if choice not in ("auto", "none"):
-            raise Refused(400, "tool_choice must be 'auto' or 'none': no call can be forced.", "tool_choice")
-        if choice == "none":
+        _make_texts(body.get("messages"))
+        try:
+            _checked_config(body.get("chat_template_kwargs"))
+        except GenerationError as error:
+            reason = str(error).replace("chat_template_config", "chat_template_kwargs")
+            raise Refused(400, reason, "chat_template_kwargs") from error
+        for name in ("tool_choice", "function_call"):
+            if body.get(name, "auto") not in ("auto", "none"):
+                raise Refused(400, f"{name} must be 'auto' or 'none': no call can be forced.", name)
+        if body.get("tool_choice") == "none":
             body.pop("tools", None)
     else:
         prompt = body.get("prompt")
@@ -78,6 +85,10 @@ def checked_body(raw: bytes, chat: bool, models: Sequence[str]) -> dict[str, Any
             raise Refused(400, f"prompt must be one text, got {short(prompt)}.", "prompt")
         if type(count := body.get("logprobs")) is int:  # a number there, a switch in chats
             body |= {"logprobs": True, "top_logprobs": count}
+    if body.get("stream") and body.get("logprobs"):
+        raise Refused(400, "A stream has no log-probabilities; leave out logprobs or stream.", "logprobs")
+    if body.get("top_logprobs", 0) not in (0, -1) and not body.get("logprobs"):  # -1 is mlx-lm's default
+        raise Refused(400, "top_logprobs needs logprobs; set logprobs to true.", "top_logprobs")
     if "stream_options" in body:
         body["stream_options"] = {"include_usage": False} | body["stream_options"]
     if "seed" in body:
@@ -107,7 +118,8 @@ def _check_stop(stop: Any) -> None:
         raise Refused(400, f"stop must be a text or a list of texts, none of them empty, got {short(stop)}.", "stop")
 
 
-def _check_messages(messages: Any) -> None:
+def _make_texts(messages: Any) -> None:
+    """Check the messages and make the content of each one text, in place: mlx-lm would fetch the URL of an image."""
     if not isinstance(messages, list) or not messages:
         raise Refused(400, f"messages must be a list of at least one message, got {short(messages)}.", "messages")
     for number, message in enumerate(messages):
@@ -115,10 +127,15 @@ def _check_messages(messages: Any) -> None:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise Refused(400, f"{where} must be an object with a role of {', '.join(ROLES)}.", "messages")
         content, calls = message.get("content"), message.get("tool_calls") or []
-        parts = content if isinstance(content, list) else []
-        if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in parts):
-            raise Refused(400, f"{where}: only parts of type text are supported.", "messages")
-        if not isinstance(content, str | list) and not (content is None and calls):
+        if content is None and message["role"] == "assistant":
+            content = ""  # an empty answer, or calls alone
+        if isinstance(content, list):
+            texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+                raise Refused(400, f"{where}: only parts of type text are supported.", "messages")
+            content = "".join(map(str, texts))
+        if not isinstance(content, str):
             raise Refused(400, f"{where} must have a content, a text.", "messages")
+        message["content"] = content
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise Refused(400, f"{where}: tool_calls must be a list of objects.", "messages")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import unquote
 
 from mlx_lm.server import APIHandler
 
@@ -76,6 +77,11 @@ class Handler(APIHandler):
 
     # --- requests ---------------------------------------------------------------------------------------
 
+    def parse_request(self) -> bool:
+        if understood := super().parse_request():
+            self.path, _, _ = self.path.partition("?")  # no query is read
+        return understood
+
     def do_POST(self) -> None:
         self._answered(self._exchange if self.path == DRAFTER else self._complete)
 
@@ -117,7 +123,8 @@ class Handler(APIHandler):
         try:
             super().validate_model_parameters()
         except (ValueError, TypeError) as error:
-            raise Refused(400, f"{one_line(error)}.") from error
+            name = "max_completion_tokens" if "max_completion_tokens" in self.body else "max_tokens"
+            raise Refused(400, f"{one_line(error)}.".replace("max_tokens", name)) from error
 
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
         request.client = self
@@ -133,7 +140,7 @@ class Handler(APIHandler):
         elif self.path.rstrip("/") == "/v1/models":
             names = generator.served
             self._send(200, {"object": "list", "data": [self._model(name) for name in names]})
-        elif (name := self.path.removeprefix("/v1/models/")) in generator.served:
+        elif (name := unquote(self.path.removeprefix("/v1/models/"))) in generator.served:
             self._send(200, self._model(name))
         else:
             raise Refused(404, f"There is no {self.path}.")

@@ -49,6 +49,7 @@ class Load:
         self.check(self.server.text(QUESTIONS[question], max_tokens=48, **KINDS[kind][0]), kind, question)
 
     def streamed(self, kind: int, question: int, _: random.Random) -> None:
+        kind %= len(KINDS) - 1  # a stream has no log-probabilities, the last kind
         pieces = self.server.chat(QUESTIONS[question], max_tokens=48, stream=True, **KINDS[kind][0])
         self.check("".join(piece.choices[0].delta.content or "" for piece in pieces), kind, question)
 

@@ -13,6 +13,7 @@ from support.cli import assert_one_error, invoke
 from dflash.bundled import REAL
 from dflash.errors import IncompatibleModelsError
 from dflash.models import ModelOptions
+from dflash.serving.body import checked_body
 
 from .conftest import QUESTION, both, endless, until
 
@@ -38,6 +39,8 @@ def user(text: str) -> list[dict]:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_is_that_of_generate_and_usage_counts_it(server, decoder, asked, options, stream):
+    if stream and "logprobs" in asked:
+        pytest.skip("refused")
     steps = list(decoder.stream_generate(user(QUESTION), 24, **options))
     text, count = "".join(step.text for step in steps), steps[-1].generation_tokens
     if stream:
@@ -176,7 +179,7 @@ def test_clients_that_leave_while_they_wait_in_the_answer_and_in_the_prompt(serv
             assert any(line.startswith(begin) for line in iter(file.readline, b""))
 
     before = counts_at_rest()
-    with server.open(endless_answer | {"logprobs": 1}) as first:  # beside which none is decoded
+    with server.open(endless_answer | {"temperature": 1, "seed": 1}) as first:  # beside which none is decoded
         read_up_to(first, b"data: ")
         with server.open(endless_answer):
             until(lambda: server.metric("vllm:num_requests_waiting") == 1)
@@ -195,6 +198,19 @@ def test_clients_that_leave_while_they_wait_in_the_answer_and_in_the_prompt(serv
         assert again.choices[0].text == decoder.generate(long["prompt"], 8, chat=False)
 
 
+def test_an_answer_without_text_and_parts_of_text_go_back_as_one_text(server, decoder):
+    begins = decoder.generate(user(QUESTION), 4)[:3]
+    empty = server.chat(QUESTION, stop=begins).choices[0].message
+    assert empty.content is None
+    parts = [{"type": "text", "text": "And without"}, {"type": "text", "text": " the pears?"}]
+    turns = [*user(QUESTION), {"role": "assistant", "content": ""}, *user("And without the pears?")]
+    asked = [turns[0], empty, {"role": "user", "content": parts}]
+    assert server.text(asked, max_tokens=12) == decoder.generate(turns, 12)
+    asked[1] = {"role": "assistant"}  # mlx-lm would write None, and the list, where a target has no chat template
+    assert checked_body(json.dumps({"messages": asked}).encode(), True, ["bundled"])["messages"] == turns
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/secret"}}
 BAD = [
     (b"{", "not valid JSON"),
     (b"\xff\xfe\x00binary\x80", "not valid JSON"),
@@ -206,12 +222,16 @@ BAD = [
     ({"messages": ["Hi"]}, "an object with a role"),
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "a role of system"),
     ({"messages": [{"role": "user", "content": 7}]}, "must have a content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, "text"),
+    ({"messages": [{"role": "user", "content": None}]}, "must have a content"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "only parts of type text"),
+    ({"messages": [{"role": "user", "content": [IMAGE | {"text": "x"}]}]}, "only parts of type text"),
+    ({"messages": [{"role": "user", "content": [{"text": "Hi"}]}]}, "only parts of type text"),
     ({"messages": user("\ud800")}, "cannot take this request"),
     ({"messages": user("x " * 9000)}, "tokens; expected"),
     ({"messages": user("Hi"), "model": "gpt-9"}, "There is no model 'gpt-9'"),
     ({"messages": user("Hi"), "model": 7}, "model"),
     ({"messages": user("Hi"), "max_tokens": 0}, "max_tokens must be"),
+    ({"messages": user("Hi"), "max_completion_tokens": 0}, "max_completion_tokens must be"),
     ({"messages": user("Hi"), "temperature": -1}, "temperature must be"),
     ({"messages": user("Hi"), "logit_bias": {"a": 1}}, "logit_bias"),
     ({"messages": user("Hi"), "logit_bias": {"1": []}}, "float"),
@@ -225,8 +245,11 @@ BAD = [
     ({"messages": user("Hi"), "response_format": {"type": "json_object"}}, "response_format"),
     ({"messages": user("Hi"), "tools": "all"}, "tools"),
     ({"messages": user("Hi"), "tool_choice": "required"}, "tool_choice"),
+    ({"messages": user("Hi"), "function_call": {"name": "f"}}, "function_call must be"),
+    ({"messages": user("Hi"), "stream": True, "logprobs": True}, "A stream has no log-probabilities"),
+    ({"messages": user("Hi"), "top_logprobs": 2}, "top_logprobs needs logprobs"),
     ({"messages": user("Hi"), "adapters": "/etc"}, "adapters"),
-    ({"messages": user("Hi"), "chat_template_kwargs": {"tokenize": False}}, "cannot take this request"),
+    ({"messages": user("Hi"), "chat_template_kwargs": {"truncation": True}}, "leave it out of chat_template_kwargs"),
 ]
 
 
@@ -275,6 +298,9 @@ def test_models_tells_what_is_served_without_a_hub_cache(server):
     (model,) = server.client.models.list()
     assert (model.id, model.engine, model.drafter, model.max_model_len) == ("bundled", "speculative", "bundled", 600)
     assert server.client.models.retrieve("bundled").id == "bundled"
+    for path in ("/v1/models?x=1", "/v1/models/b%75ndled", "/v1/models/bundled?x=1"):
+        assert server.send("GET", path)[0] == 200
+    assert server.post({"messages": user("Hi"), "max_tokens": 1}, "/v1/chat/completions?api-version=1")[0] == 200
 
 
 def test_metrics_count_drafts_in_vllms_names(server):
@@ -325,6 +351,6 @@ def test_only_who_knows_the_key_is_answered(here):
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer sécret"}):
         status, answer = running.send("GET", "/v1/models", **headers)
         assert (status, json.loads(answer)["error"]["code"]) == (401, "invalid_api_key")
-    assert running.send("GET", "/health")[0] == 200
+    assert running.send("GET", "/health?x=1")[0] == 200
     with pytest.raises(openai.AuthenticationError):
         running.client.with_options(api_key="other").models.list()

@@ -168,9 +168,11 @@ def failing_sampler(after: int):
         (7, lambda: {"logits_processors": [failing(7, Trouble)]}),
         (7, lambda: {"sampler": failing_sampler(7)}),
         (0, lambda: {"sampler": lambda logprobs: mx.zeros(2, mx.int32)}),
+        (0, lambda: {"sampler": lambda logprobs: mx.full(len(logprobs), -1, mx.int32)}),
+        (0, lambda: {"sampler": lambda logprobs: mx.full(len(logprobs), TEXT_VOCAB, mx.int32)}),
         (0, lambda: {"logits_processors": [lambda tokens, logits: None]}),
     ],
-    ids=["first token", "processor", "sampler", "a sampler of two tokens", "a processor without an answer"],
+    ids=["first token", "processor", "sampler", "two tokens", "a negative id", "an id too large", "no answer"],
 )
 def test_a_row_that_fails_ends_alone(decoder, texts, failure, after, policy):
     each, tokens = [{}, failure(), {}, {}, {}], []
@@ -229,6 +231,19 @@ def test_a_drafter_for_one_text_is_asked_for_each_and_that_is_said(name, texts, 
     with caplog.at_level(logging.INFO, "dflash"):
         assert decoder.batch_generate(PROMPTS, batch_size=3, policy="full") == texts
     assert f"{name} drafts for one text after another" in caplog.text
+
+
+def test_a_policy_is_told_what_was_proposed_where_that_is_less_than_it_asked_for(decoder):
+    class Short(Script):
+        def propose(self, anchor, length, cache):
+            return Proposal(mx.zeros((1, 2 * (cache.offset % 2)), mx.int32))
+
+    told, policy = set(), Fixed(5)
+    policy.observe = lambda block: told.add((block.drafted, block.verified))
+    drafter = Short([], [], TEXT_VOCAB)
+    decoder = DFlashSpeculativeDecoder(decoder.target_model, drafter, wrapped_tokenizer(), max_tokens=24)
+    decoder.batch_generate(PROMPTS[:1], policy=policy)
+    assert told - {(1, 1)} == {(0, 0), (2, 2)}  # one draft is all that the last token has room for
 
 
 @pytest.mark.parametrize("wrong", [-1, 9999])

@@ -10,8 +10,10 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch, StopSequences
 
+from ..target import LoadedTargetModel
 from ..target.rows import as_rows
 from .batch import JOINING, Guarded, SpeculativeBatch, Tapped
+from .block import check_committed
 from .sampling import GREEDY, DrawingSampler, Sampler
 
 PROMPTS_AT_ONCE = 8  # read in one pass, as in mlx-lm
@@ -85,7 +87,7 @@ class SpeculativeGenerator(BatchGenerator):
     def _make_batch(self, n: int) -> Any:
         """The next prompts, each with samplers and logits processors that can fail alone."""
         batch = super()._make_batch(n)
-        batch.samplers = [_of_row(sampler) for sampler in batch.samplers]
+        batch.samplers = [_of_row(sampler, self.model.target) for sampler in batch.samplers]
         batch.logits_processors = [
             [Guarded(process, lambda _, logits: logits) for process in processors or ()]
             for processors in batch.logits_processors
@@ -93,11 +95,16 @@ class SpeculativeGenerator(BatchGenerator):
         return batch
 
 
-def _of_row(sampler: Sampler) -> Sampler:
-    """The sampler as a row has it: mlx-lm samples rows that share one in one call, which not every one allows."""
+def _of_row(sampler: Sampler, target: LoadedTargetModel) -> Sampler:
+    """The sampler as a row has it: mlx-lm samples rows that share one in one call, which not every one allows.
+
+    A sampler of the caller's is waited for: the next pass reads what it chose, which must be ids of the target's.
+    """
     if isinstance(sampler, DrawingSampler):
         return _first_equal(sampler)
-    return sampler if sampler is GREEDY else Guarded(sampler, GREEDY)
+    if sampler is GREEDY:
+        return sampler
+    return Guarded(sampler, GREEDY, lambda chosen: check_committed(target, cast(list[int], chosen.tolist())))
 
 
 @lru_cache

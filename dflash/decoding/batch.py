@@ -108,17 +108,27 @@ class RowBlock:
 
 
 class Guarded:
-    """A row's own sampler or logits processor, whose error ends its row only; after one, ``instead`` is called."""
+    """A row's own sampler or logits processor, whose error ends its row only; after one, ``instead`` is called.
 
-    def __init__(self, function: Callable[..., mx.array], instead: Callable[..., mx.array]):
-        self.function, self.instead = function, instead
+    ``check`` raises for a result that is an error too.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., mx.array],
+        instead: Callable[..., mx.array],
+        check: Callable[[mx.array], None] = lambda result: None,
+    ):
+        self.function, self.instead, self.check = function, instead, check
         self.error: Exception | None = None
 
     def __call__(self, *inputs: mx.array) -> mx.array:
         harmless = self.instead(*inputs)
         if self.error is None:
             try:
-                return self.function(*inputs).reshape(harmless.shape)
+                result = self.function(*inputs).reshape(harmless.shape)
+                self.check(result)
+                return result
             except Exception as error:
                 self.error = error
         return harmless
@@ -169,7 +179,9 @@ class SpeculativeBatch(GenerationBatch):
         started = self.model.clock()
         target, drafter, (of_target, of_drafter) = self.model.target, self.model.drafter, self._layers()
         anchors_B = self._next_tokens.astype(mx.uint32)
-        drafts_BK = drafter.propose_rows(anchors_B, length, of_drafter).tokens[:, :verified].astype(mx.int32)
+        proposed = drafter.propose_rows(anchors_B, length, of_drafter).tokens
+        drafts_BK = proposed[:, :verified].astype(mx.int32)
+        length, verified = proposed.shape[1], drafts_BK.shape[1]  # there may be fewer
         mx.async_eval(drafts_BK)
         inputs_BL = mx.concatenate([anchors_B[:, None], self._embeddable(drafts_BK)], axis=1)
         logits_BLV, features_BLF, target_pass = target.forward_rows(inputs_BL, of_target, drafter.target_layer_ids)

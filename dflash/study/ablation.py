@@ -34,6 +34,7 @@ from ..training.train import FINISHED as DRAFTER
 from ..training.train import cache_features, train
 from . import plugins
 from .cache import FINISHED, Answer, plain_options
+from .files import write_results
 from .plan import Plan, PlannedCell
 from .settings import Study, target_of
 
@@ -48,14 +49,23 @@ def ablate(study: Study, only: list[str] | None = None, *, trust_remote_code: bo
 
     ``trust_remote_code`` is as in :func:`~dflash.load_target`: no study can set it.
 
-    Raises ``DFlashError`` for what cannot be trained or decoded or a folder that another process
-    is using, and ``KeyboardInterrupt`` after Ctrl-C, once the work in progress can be continued.
+    Raises ``DFlashError`` for what cannot be decoded or a folder that another process is using, and
+    ``KeyboardInterrupt`` after Ctrl-C, once the work in progress can be continued. For drafters that cannot be trained
+    it is raised at the end, with the results of all other cells written.
     """
     plan = open_plan(study, only, trust_remote_code)  # refuses bad settings before the folder exists
     with exclusive_lock(study.folder):
         plugins.keep(study.folder, plan.plugins)
-        _train_missing(plan, trust_remote_code)
-        _answer_missing(plan)
+        failed = _train_missing(plan, trust_remote_code)
+        trained = [cell.name for cell in plan.cells if cell.training not in failed]
+        if trained:
+            _answer_missing(Plan(study, plan.target, trained) if failed else plan)
+    if failed:
+        told = " ".join(failed.values())
+        if trained:
+            write_results(plan)
+            told += f" The tables in {study.folder} have all other cells."
+        raise DFlashError(told)
     return plan
 
 
@@ -69,21 +79,32 @@ def open_plan(study: Study, only: list[str] | None = None, trust_remote_code: bo
 # --- training -------------------------------------------------------------------------------------------------
 
 
-def _train_missing(plan: Plan, trust_remote_code: bool) -> None:
-    """Train or finish each drafter that is not complete, and mark it complete."""
+def _train_missing(plan: Plan, trust_remote_code: bool) -> dict[str, str]:
+    """Train or finish each drafter that is not complete, and mark it complete; returns the errors of those that fail.
+
+    They are by the training's key.
+    """
+    failed: dict[str, str] = {}
     for recipe in plan.feature_recipes():
         cache_features(recipe, trust_remote_code=trust_remote_code)
     missing = plan.untrained
     for number, key in enumerate(missing):
         cell = next(cell for cell in plan.cells if cell.training == key)
         logger.info("Training %d of %d: %s", number + 1, len(missing), cell)
-        train(plan.trainings[key], trust_remote_code=trust_remote_code)
+        try:
+            with _errors_name(cell):
+                train(plan.trainings[key], trust_remote_code=trust_remote_code)
+        except DFlashError as error:
+            logger.warning("%s", error)
+            failed[key] = str(error)
+            continue
         done = _trained(plan.run_folder(key))
         remove_unfinished(plan.run_folder(key) / FINISHED)
         write_json(plan.run_folder(key) / FINISHED, done)
         mx.clear_cache()
         if number == 0 and len(missing) > 1 and done["seconds"] is not None:
             logger.info("Drafters left: %d; the first took %s.", len(missing) - 1, duration(done["seconds"]))
+    return failed
 
 
 def _trained(run: Path) -> dict[str, Any]:

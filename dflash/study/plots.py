@@ -29,7 +29,10 @@ _METRICS = {
 
 
 def draw(folder: Path, factors: Sequence[str], cells: Sequence[CellAnswers]) -> list[Path]:
-    """Write ``acceptance.svg`` and, where plain decoding was timed too, ``speed.svg`` into ``folder``."""
+    """Write ``acceptance.svg`` and, where plain decoding was timed too, ``speed.svg`` into ``folder``.
+
+    One that there is nothing to show in is removed: it is of an earlier call.
+    """
     files = []
     for name, (attribute, label) in _METRICS.items():
         usable = [cell for cell in cells if cell.complete and (cell.plain or attribute != "speedup")]
@@ -37,6 +40,8 @@ def draw(folder: Path, factors: Sequence[str], cells: Sequence[CellAnswers]) -> 
         shown = [factor for factor in factors if matched(usable, factor)]
         if shown:
             files.append(_save(folder / f"{name}.svg", _figure(shown, usable, attribute, label)))
+        else:
+            (folder / f"{name}.svg").unlink(missing_ok=True)
     return files
 
 

@@ -196,6 +196,20 @@ def test_a_score_that_ends_early_keeps_what_it_has_and_an_error_names_the_cell(m
     assert sessions_of([cell]) == set(), "no process timed them"
 
 
+def test_a_drafter_that_cannot_be_trained_is_named_at_the_end_and_the_others_are_compared(write, tmp_path):
+    file = write(vary={"train.optimizer.learning_rate": [1e30, 6e-4, 1e-3]}, plain=False)
+    named = r"error: Cell [0-9a-f]{8} \(optimizer.learning_rate 1e\+30, seed 0\): The loss is nan .* from the data\."
+    result = invoke("ablate", file)
+    assert result.exit_code == 1
+    assert re.search(rf"{named} The tables in \S+ have all other cells\.\n$", result.stderr)
+    rows = list(csv.DictReader((tmp_path / "study" / "results.csv").open()))
+    assert [(row["train.optimizer.learning_rate"], row["complete"]) for row in rows] == [
+        ("0.0006", "True"), ("0.001", "True"),
+    ]  # fmt: skip
+    alone = invoke("ablate", file, "--only", open_plan(load_study(file)).cells[0].name)
+    assert re.search(rf"{named}\n$", alone.stderr)
+
+
 def test_two_processes_cannot_share_a_folder(make):
     study = make()
     with exclusive_lock(study.folder), pytest.raises(DFlashError, match="Another process is writing"):
@@ -340,4 +354,6 @@ def test_the_command_says_what_is_left_and_leaves_tables_plots_and_commands_that
     assert [(cell["steps"], cell["answers"]) for cell in after["cells"]] == [(3, 3)] * 4
     assert (after["left"]["cells"], after["left"]["drafters"], after["left"]["answers"]) == (0, 0, 0)
     longer = invoke("ablate", file, "--dry-run", "--set", "seeds=[0, 1]").stdout
+    assert invoke("ablate", file, "--only", rows[0]["cell"]).exit_code == 0
+    assert list((tmp_path / "study").glob("*.svg")) == [], "plots of other cells than the tables'"
     assert re.search(r"4 of 8 cells left. To train: 2 drafters \(the first took \d+ s\); to decode: 12 answers", longer)

@@ -116,6 +116,8 @@ def _rows(batch: str, drafters: Sequence[str], decoding: DecodeOptions) -> list[
         raise DFlashError(f"--batch takes whole numbers and commas, such as 1,2,4,8, got {batch!r}.") from error
     for number in rows:
         require_count("batch", number, 1)
+    if decoding.stop_strings or decoding.stop_token_ids is not None:
+        raise DFlashError("With --batch both sides end at the target's own stops; leave out --stop and --stop-token.")
     check_together(replace(decoding, seed=None))  # neither side is seeded
     return rows
 

@@ -75,6 +75,8 @@ def test_batches_in_a_table_that_fails_where_tokens_differ(pair, prompts, monkey
         (("--batch", "1,two"), "whole numbers and commas.*'1,two'"),
         (("--batch", "0"), "batch must be .* at least 1"),
         (("--batch", "2", "--drafter", "ngram"), "one drafter"),
+        (("--batch", "2", "--stop", "e"), "leave out --stop and --stop-token"),
+        (("--batch", "2", "--stop-token", "3"), "leave out --stop and --stop-token"),
         (("--batch", "2", "--tree", "4"), "tree is for one prompt at a time"),
         (("--batch", "2", "--kv-bits", "8"), "kv_bits is for one prompt at a time"),
         (("--batch", "2", "--temp", "1", "--verify", "speculative_sampling"), "verify is for one prompt at a time"),

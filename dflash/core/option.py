@@ -63,7 +63,8 @@ def named(record: type, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         own = names.get(name, name)
         if value is not None and own in found:
-            raise GenerationError(f"{name} and {own} are the same option; give it once.")
+            before = next(other for other in given if names.get(other, other) == own and given[other] is not None)
+            raise GenerationError(f"{before} and {name} are the same option; give it once.")
         if value is not None:
             found[own] = value
     return found

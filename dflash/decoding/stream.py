@@ -28,7 +28,7 @@ class DFlashResponse:
             target's own, before anything was cut from it. 0 for the first response.
         drafted: Tokens that the drafter proposed in this step.
         prompt_tokens: Tokens in the prompt.
-        prompt_tps: Prompt tokens per second.
+        prompt_tps: Prompt tokens per second; in a batch a prompt's time begins with the batch, so it counts waiting.
         generation_tokens: Tokens generated so far.
         generation_tps: Tokens after the first per second since the first; 0 while there is only one.
         peak_memory: Peak memory of the process's MLX arrays in GB.

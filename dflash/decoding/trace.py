@@ -66,7 +66,9 @@ class TraceFile:
             logger.info("%s is on a disk without locks: take care that nothing else writes to it.", self._path)
 
     def __call__(self, record: Record) -> None:
-        """Write one record."""
+        """Write one record. Raises ``DFlashError`` once the file is closed."""
+        if self._file.closed:
+            raise DFlashError(f"The trace {self._path} is closed; make another TraceFile for another file.")
         if record["record"] == "request":
             record = record | self._about
         try:

@@ -258,7 +258,8 @@ def test_python_takes_mlx_lms_names_or_says_ours(files):
     for name, answer in ANSWERS.items():
         with pytest.raises(GenerationError, match=f"Unknown option '{name}'; {answer[:15]}"):
             decoder.generate("Hi", **{name: 1})
-    with pytest.raises(GenerationError, match="temperature and temp are the same option"):
-        decode_options({"temp": 1.0, "temperature": 1.0})
-    with pytest.raises(GenerationError, match="model and target are the same option"):
+    for names in (["temp", "temperature"], ["temperature", "temp"], ["stop", "stop_strings"]):
+        with pytest.raises(GenerationError, match=" and ".join(names) + " are the same option"):
+            decode_options(dict.fromkeys(names, 1.0))
+    with pytest.raises(GenerationError, match="target and model are the same option"):
         dflash.DFlashSpeculativeDecoder.from_pretrained("x", model="x")

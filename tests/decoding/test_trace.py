@@ -182,6 +182,8 @@ def test_a_file_holds_what_a_list_gets_a_line_a_record(tmp_path):
         lengths.append(len(path.read_text().splitlines()))
     assert lengths == list(range(2, len(lengths) + 2))
     file.close()
+    with pytest.raises(DFlashError, match="is closed; make another"):
+        list(random_decoder().stream_generate(PROMPT, max_tokens=3, trace=file))
     request, *blocks = read_records(path)
     _, same, _ = traced(random_decoder(), max_tokens=20)
     timeless = [{k: v for k, v in b.items() if k not in ("seconds", "time")} for b in same]

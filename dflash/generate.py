@@ -49,7 +49,7 @@ class DFlashSpeculativeDecoder:
     Args:
         target_model: A model loaded by mlx-lm, or a :class:`~dflash.target.LoadedTargetModel`.
         draft_model: A :class:`~dflash.drafters.dflash.DFlashDraftModel` or anything that follows
-            :class:`~dflash.drafters.protocol.Drafter`.
+            :class:`~dflash.drafters.protocol.Drafter`. It serves one target: for another one load it again.
         tokenizer: The target's tokenizer; ``None`` takes the one of a ``LoadedTargetModel``, and where
             there is none only token ids can be decoded, by :meth:`spec_generate`.
         block_size: Positions per block, the anchor included; the drafter's own by default. A larger one is

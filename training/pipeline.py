@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dflash import LoadedTargetModel, load_target
 from dflash.core.errors import DataError
@@ -20,13 +21,15 @@ from dflash.core.files import atomic_write
 from dflash.core.progress import duration
 from dflash.prompts.conversations import read_conversations
 
-from .data.dataset import MANIFEST
+from ..core.settings import to_dict
+from .data.dataset import MANIFEST, read_manifest
 from .data.plan import PrepareSettings
 from .data.prepare import prepare
 from .data.responses import tokens_per_second
 from .data.self_prompts import PromptSettings, write_prompts, writing_seconds
 from .data.sequences import Sequences
 from .export import export
+from .identity import differences
 from .loop.run_folder import BEST
 from .loop.run_folder import RECIPE as RUN_OF_TRAIN
 from .new_recipe import as_yaml, check_overrides, propose_recipe, training_seconds
@@ -69,8 +72,8 @@ class Pipeline:
     def run(self) -> Path:
         """Run the stages that are left; returns the folder of the finished drafter.
 
-        Raises ``DataError`` if the folder holds anything else or belongs to another target, and whatever the stages
-        raise: ``DFlashError`` and ``OSError``.
+        Raises ``DataError`` if the folder holds anything else, or is of another target or of other options, and
+        whatever the stages raise: ``DFlashError`` and ``OSError``.
         """
         self._require_own_folder()
         if (self.folder / DRAFTER / "model.safetensors").exists():
@@ -119,16 +122,29 @@ class Pipeline:
     def _require_own_folder(self) -> None:
         path = self.folder / RECIPE
         if path.exists():
-            begun = load_recipe(path).target
-            if Path(begun).resolve() != Path(self.target).resolve():
-                raise DataError(f"{self.folder} belongs to the target {begun}, not {self.target}; choose a new folder.")
+            begun = load_recipe(path)
+            if Path(begun.target).resolve() != Path(self.target).resolve():
+                raise DataError(
+                    f"{self.folder} belongs to the target {begun.target}, not {self.target}; choose a new folder."
+                )
+            asked = load_recipe(path, self.recipe_settings)
+            _require_alike(path, to_dict(begun), to_dict(asked), "leave --set out, edit it")
         elif (self.folder / RUN_OF_TRAIN).exists() or (self.folder / DRAFTER).exists():
             raise DataError(
                 f"{self.folder} was not made by dflash fit: it holds a run or a drafter, and no {RECIPE}. Choose a new "
                 "folder; a run of dflash train continues by dflash train."
             )
-        if self.prompts is not None and not (self.folder / DATA / MANIFEST).exists():
-            read_conversations(self.prompts, limit=self.count)  # a wrong file shows before the target loads
+        made, count = (self.folder / DATA / MANIFEST).exists(), self.count or _COUNT
+        there = read_manifest(self.folder / DATA) if made else {}
+        if self.prompts is not None and made and not self.prompts.exists():
+            count = there["conversations"]["count"]  # they are answered, so nobody needs the file
+        elif self.prompts is not None:
+            count = len(read_conversations(self.prompts, limit=self.count))  # a mistake shows before the target loads
+        if made:
+            before = {"requests": there["conversations"]["count"], "source": there["source"], **there["settings"]}
+            now = {"requests": count, "source": PROMPTS if self.prompts is None else self.prompts.name}
+            now |= {name: getattr(self.responses, name) for name in ("max_tokens", "temp", "seed")}
+            _require_alike(self.folder / DATA, before, before | now, "give the options of then")
 
     def _data(self, target: LoadedTargetModel) -> None:
         if (self.folder / DATA / MANIFEST).exists():
@@ -152,6 +168,13 @@ class Pipeline:
         given = (self.recipe_settings, self.trust_remote_code)
         text = as_yaml(propose_recipe(self.target, self.folder / DATA, self.folder / RUN, *given))
         atomic_write(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def _require_alike(path: Path, there: dict[str, Any], asked: dict[str, Any], remedy: str) -> None:
+    for name, old, new in differences(there, asked):
+        raise DataError(
+            f"{path} has {name} {old!r}, but these options ask for {new!r}; {remedy}, or choose a new folder."
+        )
 
 
 def announce(stage: str, seconds: float | None) -> None:

@@ -135,6 +135,30 @@ def test_a_folder_of_something_else_or_of_another_target_is_refused(target, undi
         assert tree(tmp_path / made) == before
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--max-tokens", "9"],
+            "data has max_tokens 12, but these options ask for 9; give the options of then, or choose",
+        ),
+        (["--temp", "0.5"], "data has temp 0.0, but these options ask for 0.5"),
+        (["--count", "9"], "data has requests 8, but these options ask for 9"),
+        (["--prompts", "prompts.jsonl.of-mine"], "data has source 'prompts.jsonl', but .* 'prompts.jsonl.of-mine'"),
+        (
+            ["--set", "run.steps=7"],
+            "recipe.yaml has run.steps 3, but these options ask for 7; leave --set out, edit it, or choose a",
+        ),
+        (["--set", "drafter.kind=dspark"], "recipe.yaml has drafter.kind 'dflash', but .* ask for 'dspark'"),
+    ],
+)
+def test_options_that_the_folder_was_not_made_with_are_refused(target, undisturbed, options, message):
+    before = tree(undisturbed)
+    for more in ([], ["--dry-run"]):
+        assert_one_error(fit(target, undisturbed, *options, *more), message)
+    assert tree(undisturbed) == before
+
+
 def test_a_target_with_code_of_its_own_is_fitted_where_it_is_trusted_and_to_own_requests(target, tmp_path, caplog):
     shutil.copytree(target, tmp_path / "odd")
     config = json.loads((target / "config.json").read_text())

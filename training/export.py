@@ -71,6 +71,11 @@ def export(
     """
     require_only_a_drafter(folder)
     recipe, values = recorded_recipe(run), read_json(run / "config.json")
+    if best and not (run / BEST).exists():
+        raise CheckpointError(
+            f"{run / BEST} is missing: no evaluation of this run has measured an acceptance yet. "
+            "Export the last weights with --last (in Python, best=False)."
+        )
     kind = drafter_class(kind_in(values))
     model, weights = kind(kind.config_class.from_dict(values)), read_weights(run, best)
     if model.config.draft_vocab_size is not None:

@@ -105,7 +105,7 @@ class RunSettings(LoopSettings):
         False, "compute each drafter layer again in the backward pass: less memory, more time"
     )
     evaluate_prompts: int = setting(64, "held-out prompts of an evaluation", above=0)
-    evaluate_tokens: int = setting(256, "most tokens of each answer in an evaluation", above=0)
+    evaluate_tokens: int = setting(256, "most tokens of each answer in an evaluation", at_least=2)
     peer_timeout: float = setting(
         30.0, "seconds to wait for another machine, in addition to twice this one's time for the same work", above=0
     )

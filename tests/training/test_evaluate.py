@@ -9,19 +9,25 @@ from support.acceptance import measure
 from support.runs import read_log, recipe
 
 import dflash
-from dflash.core.errors import TrainingError
+from dflash.core.errors import CheckpointError, TrainingError
+from dflash.evaluation.texts import Texts
 from dflash.training import evaluate
 from dflash.training.data.dataset import open_dataset
 from dflash.training.data.sequences import Sequences
 from dflash.training.drafters.init import new_drafter
 from dflash.training.drafters.loss import drafter_loss
+from dflash.training.export import export
 from dflash.training.train import train
 
 
-def test_answers_without_a_block_have_no_acceptance_and_do_not_stop_a_run(folder):
-    train(recipe(folder, "short", "run.steps=2", "run.evaluate_every=1", "run.evaluate_tokens=1"))
+def test_answers_without_a_block_have_no_acceptance_and_do_not_stop_a_run(folder, tmp_path, monkeypatch):
+    whole = Texts.all
+    monkeypatch.setattr(Texts, "all", lambda self, prompts, most, **options: whole(self, prompts, 1, **options))
+    train(recipe(folder, "short", "run.steps=2", "run.evaluate_every=1"))
     assert [line["acceptance_length"] for line in read_log(folder / "short") if "blocks" in line] == [None, None]
     assert dflash.load_drafter(folder / "short" / "drafter").block_size == 4
+    with pytest.raises(CheckpointError, match=r"best\.safetensors is missing: .* Export the last weights with --last"):
+        export(folder / "short", tmp_path / "best")
 
 
 def test_an_evaluation_finds_what_decoding_finds_and_writes_no_text_twice(folder, monkeypatch):

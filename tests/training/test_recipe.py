@@ -49,6 +49,7 @@ def test_the_ready_recipes_hold_the_published_settings(path):
         ("drafter.block_size=100000", "block_size must be at least 2 and at most 512, got 100000"),
         ("drafter.block_size=41", "drafter.block_size 41 is more than data.max_length 40"),
         ("target=''", "target is empty"),
+        ("run.evaluate_tokens=1", "evaluate_tokens must be at least 2, got 1"),
         ("drafter.head_dim=7", "head_dim must be even, got 7"),
         ("optimizer={kind: muon, clip: 0}", "clip must be above 0"),
         ("drafter.target_layer_ids=[1, 1]", "different layer numbers"),

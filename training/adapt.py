@@ -70,8 +70,8 @@ class Adaptation:
     def run(self) -> "Comparison":
         """Run what is left, and write ``output`` if the new drafter is better by more than the interval.
 
-        Raises ``DataError`` for a record that is empty, of another target or without held-out requests, and where the
-        folder holds another adaptation; otherwise what training raises.
+        Raises ``DataError`` for a record that is empty, of another target or without held-out requests whose answers
+        have a block, and where the folder holds another adaptation; otherwise what training raises.
         """
         require_only_a_drafter(self.output)
         with exclusive_lock(self.folder):
@@ -113,8 +113,11 @@ class Adaptation:
             own, mixed = (_tokens(made) for made in (manifest, read_manifest(self.mix)))
             rule = self._heldout_rule(HeldoutRule(**manifest["heldout"]))
             join([self.record, self.mix], data, rule, max(math.ceil(mixed / own), 1))
-        if not any("greedy" in row.text for row in read_dataset(data, "heldout")):
-            raise DataError(f"No request of {self.record} is held out to compare drafters on; record more requests.")
+        if not any("greedy" in row.text and row.response_tokens > 1 for row in read_dataset(data, "heldout")):
+            raise DataError(
+                f"No request of {self.record} with an answer of two tokens or more is held out to compare drafters on; "
+                "record more requests."
+            )
         tokens = len(open_dataset(data, "train", None).tokens)
         settings = [f"drafter.from={self.drafter}", f"data.batch_tokens={_BATCH}", "run.batches_per_step=1", *_CHECKED]
         settings += [f"data.max_blocks_per_batch={_BLOCKS}", f"data.anchors={_BLOCKS}"]

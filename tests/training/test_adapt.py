@@ -27,7 +27,9 @@ SMALL = (
 SETTINGS = [word for setting in SMALL for word in ("--set", setting)]
 
 
-def write_record(folder: Path, target: dflash.LoadedTargetModel, greedy: bool = True, count: int = 40) -> Path:
+def write_record(
+    folder: Path, target: dflash.LoadedTargetModel, greedy: bool = True, count: int = 40, most: int | None = None
+) -> Path:
     """Answers that repeat two letters in turns, as those that the drafter was trained on, which it had one step for."""
     folder.mkdir()
     record, rng = Record(folder, 1 << 20, []), np.random.default_rng(5)
@@ -35,7 +37,7 @@ def write_record(folder: Path, target: dflash.LoadedTargetModel, greedy: bool = 
     for _ in range(count):
         pair = rng.integers(60, 68, 2).tolist()
         messages = [{"role": "user", "content": "".join(map(chr, pair))}]
-        record.add(messages, [65, *pair], pair * int(rng.integers(4, 9)), greedy=greedy)
+        record.add(messages, [65, *pair], (pair * int(rng.integers(4, 9)))[:most], greedy=greedy)
     return folder
 
 
@@ -52,6 +54,11 @@ def record(folder, target) -> Path:
 @pytest.fixture(scope="module")
 def single(folder, target) -> Path:
     return write_record(folder / "single", target, count=1)
+
+
+@pytest.fixture(scope="module")
+def short(folder, target) -> Path:
+    return write_record(folder / "short", target, most=1)
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +168,14 @@ def test_sampled_answers_are_no_texts_and_each_request_counts_once(target, recor
         ("record", ["--set", "run.step=3"], "unknown key 'step'"),
         ("record", ["--output", "target"], "holds other files"),
         ("single", ["--mix", "data"], "is held out to compare drafters on"),
+        ("short", [], "is held out to compare drafters on"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_in_one_line(
     folder, begun, record, options, message, request, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    if record in ("record", "single"):
+    if record in ("record", "single", "short"):
         request.getfixturevalue(record)
     options = [folder / option if option in ("target", "data") else option for option in options]
     assert_one_error(adapt(folder, folder / record, begun, tmp_path / "new", *options), message)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 2048
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: float32 could not hold the scaled log-probabilities."""
+INT32 = 2**31 - 1
+"""MLX takes no more for the bounds of a slice."""
 
 ANSWERS = {
     "adapter_path": "adapters load with a target that decodes; to train a drafter, fuse them first (mlx_lm.fuse).",
@@ -117,14 +119,18 @@ class DecodeOptions:
         0.0, "Divides logits of the last 20 tokens, as mlx-lm's does; 0 is off.", "sampling", at_least=0
     )
     repetition_context_size: int = option(
-        20, "Last tokens, prompt included, that --repetition-penalty looks at.", "sampling", at_least=1
+        20, "Last tokens, prompt included, that --repetition-penalty looks at.", "sampling", at_least=1, at_most=INT32
     )
     presence_penalty: float | None = option(0.0, "Taken from the logits of the last 20 tokens; 0 is off.", "sampling")
-    presence_context_size: int = option(20, "Last tokens that --presence-penalty looks at.", "sampling", at_least=1)
+    presence_context_size: int = option(
+        20, "Last tokens that --presence-penalty looks at.", "sampling", at_least=1, at_most=INT32
+    )
     frequency_penalty: float | None = option(
         0.0, "The same, once each time that a token occurred; 0 is off.", "sampling"
     )
-    frequency_context_size: int = option(20, "Last tokens that --frequency-penalty looks at.", "sampling", at_least=1)
+    frequency_context_size: int = option(
+        20, "Last tokens that --frequency-penalty looks at.", "sampling", at_least=1, at_most=INT32
+    )
     verify: "VerifyRule | str" = option(
         "first_mismatch",
         "Verification rule: first_mismatch (default), speculative_sampling, or one that a plug-in adds.",

@@ -185,7 +185,7 @@ BAD_OPTIONS = {
     "a negative stop token": ({"stop_token_ids": [-1]}, ["stop_token_ids must be a list", "[-1]"]),
     "negative penalty": ({"repetition_penalty": -1.0}, ["repetition_penalty", "-1.0"]),
     "penalty as a text": ({"presence_penalty": "much"}, ["presence_penalty must be a finite number, got 'much'"]),
-    "penalty of no tokens": ({"frequency_context_size": 0}, ["frequency_context_size", "at least 1, got 0"]),
+    "penalty of no tokens": ({"frequency_context_size": 0}, ["frequency_context_size", "from 1 to 2147483647, got 0"]),
     "biases in a list": ({"logit_bias": [1]}, ["logit_bias must be a dict"]),
     "bias of a text": ({"logit_bias": {"a": 1.0}}, ["logit_bias must name token ids, got 'a'"]),
     "bias that is no number": ({"logit_bias": {3: None}}, ["logit_bias of token 3", "None"]),

@@ -122,6 +122,8 @@ class Chat:
         self._messages: list[dict[str, str]] = []
         self._answers: list[dict[str, Any]] = []
         self._cache = decoder.make_prompt_cache(**decoding.cache_options)
+        if decoding.tree is not None:  # at once, or each message would fail
+            decoder.loaded_target.check_trees(self._cache.target_cache)
         self.commands: dict[str, Callable[[], None]] = {
             "/stats": self.stats,
             "/plain": self.plain,

@@ -86,6 +86,8 @@ class Engine:
         store: Keeps prompt caches.
         metrics: Count every step, and every request before its client hears the end.
         most: Most requests that are decoded at once.
+
+    Raises ``DFlashError`` for options of caches, or a tree, that do not fit the model.
     """
 
     def __init__(self, decoder: "DFlashSpeculativeDecoder", store: "PromptCaches", metrics: "Metrics", most: int):
@@ -96,10 +98,13 @@ class Engine:
         self._rows: dict[int, Job] = {}
         self._model: Tapped | None = None
         options = decoder._request_options({})
+        cache = decoder.make_prompt_cache()  # at once, or each request would fail
+        if options.tree is not None:
+            decoder.loaded_target.check_trees(cache.target_cache)
         alone = [name for name in ALONE if name in options.asked()]
         try:
             if most > 1 and not alone:
-                decoder.make_prompt_cache().row()
+                cache.row()
                 self._model = tapped(decoder, options)
         except IncompatibleModelsError as error:
             alone = [one_line(error)]

@@ -17,7 +17,7 @@ from mlx_lm import server
 from mlx_lm.generate import make_text_state_machine
 
 from ..core.backend import wait_for_this_thread
-from ..core.errors import one_line
+from ..core.errors import DFlashError, one_line
 from ..decoding.stream import Answer
 from ..decoding.text import TextStream
 from ..options import DecodeOptions
@@ -191,14 +191,23 @@ class Generator(server.ResponseGenerator):
         try:
             if request.client.gone():
                 raise ConnectionError("The client has gone.")
-            engine = self.load(args.model.model)
+            try:
+                engine = self.load(args.model.model)
+            except DFlashError as error:
+                reason = f"The model {args.model.model!r} cannot be loaded: {one_line(error)}"
+                raise Refused(404, reason, "model", "model_not_found") from error
             engine.begin(self._job(engine, answers.put, request, args))
         except Exception as error:
             answers.put(error)
 
     def load(self, name: str) -> Engine:
-        """The engine of a model, loaded if it is not the present one. Only for the decoding thread."""
+        """The engine of a model, loaded if it is not the present one. Only for the decoding thread.
+
+        Raises ``DFlashError`` if it cannot be loaded. If a folder of it is missing, the present one stays.
+        """
         if self.engine is None or self.name != name:
+            if self.engine is not None:  # or it would be dropped for nothing
+                self.served[name].check()
             self._drop()  # its memory is needed for the next
             mx.clear_cache()
             self._use(name, *self.served[name].load())
@@ -206,9 +215,9 @@ class Generator(server.ResponseGenerator):
 
     def _use(self, name: str, decoder: "DFlashSpeculativeDecoder", about: dict[str, str]) -> None:
         """Serve ``decoder`` under a name from now on; ``about`` is what /v1/models tells of it."""
+        engine = Engine(decoder, self.prompt_cache, self.metrics, self.serving.decode_concurrency)
         self._drop()  # caches hold the context of the drafter before
-        self.engine = Engine(decoder, self.prompt_cache, self.metrics, self.serving.decode_concurrency)
-        self.name = name
+        self.engine, self.name = engine, name
         self.about[name] = {"max_model_len": decoder.max_seq_length, **about}
 
     def _drop(self) -> None:
@@ -223,6 +232,8 @@ class Generator(server.ResponseGenerator):
         try:
             prompt, segments, kinds, state, _ = self._tokenize(tokenizer, request, args)
             options = _options(decoder, args, max(limit - len(prompt), 0))
+            if 0 < len(prompt) < limit:
+                decoder._check_request(prompt, options)
         except Exception as error:  # a chat template is a program that comes with the target
             raise Refused(400, f"The target cannot take this request: {one_line(error)}") from error
         request.client.prompt, request.client.decode = list(prompt), tokenizer.decode
@@ -265,8 +276,6 @@ def _batchable(args: Any) -> bool:
 
 
 def _options(decoder: "DFlashSpeculativeDecoder", args: Any, room: int) -> DecodeOptions:
-    """mlx-lm's arguments of a request. Raises ``GenerationError`` for what does not fit the model."""
+    """mlx-lm's arguments of a request. Raises ``GenerationError`` for a value out of range."""
     limits = {"max_tokens": min(args.max_tokens, room), "stop_strings": args.stop_words, "seed": args.seed}
-    options = decoder._request_options(vars(args.sampling) | vars(args.logits) | limits)
-    options.check_vocabulary(decoder.loaded_target.vocab_size)
-    return options
+    return decoder._request_options(vars(args.sampling) | vars(args.logits) | limits)

@@ -1,14 +1,17 @@
 """A model that is served: how it is loaded, and what is told of it."""
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..core.errors import DFlashError, GenerationError, one_line
+from ..core.files import is_hub_name, read_json, resolve_checkpoint
 from ..generate import DFlashSpeculativeDecoder
 from ..models import ModelOptions
 from ..options import DecodeOptions, option_names
 from ..target import LoadedTargetModel
+from ..target.load import BUNDLED
 from .options import ServeOptions
 
 logger = logging.getLogger(__name__)
@@ -24,6 +27,13 @@ class Served:
     models: ModelOptions
     decoding: DecodeOptions
     longest: int | None
+
+    def check(self) -> None:
+        """Raise ``CheckpointError`` if a folder of these models is missing; hub names are looked up as they load."""
+        target = str(BUNDLED if self.models.target is None else self.models.target)
+        if target != BUNDLED and (Path(target).is_dir() or not is_hub_name(target)):
+            read_json(resolve_checkpoint(target) / "config.json")
+        self.models.check_drafter()
 
     def load(self, target: LoadedTargetModel | None = None) -> tuple[DFlashSpeculativeDecoder, dict[str, str]]:
         """The decoder, plain if no drafter was named and none that fits is bundled; and what is told of it."""
@@ -45,15 +55,27 @@ class Served:
 
     def with_drafter(self, drafter: str | None) -> "Served":
         """The same target with another drafter; ``None`` is the present one."""
-        return replace(self, models=replace(self.models, drafter=drafter or self.models.drafter or "bundled"))
+        chosen = self.models.drafter or BUNDLED if drafter is None else drafter
+        return replace(self, models=replace(self.models, drafter=chosen))
 
 
 def by_name(models: ModelOptions, decoding: DecodeOptions, serving: ServeOptions) -> dict[str, Served]:
-    """Every model by the name that requests give, the first one first. Raises ``GenerationError`` for two of a name."""
-    found = {serving.served_model_name or Path(models.target or "bundled").name: models}
+    """Every model by the name that requests give, the first one first.
+
+    Raises ``GenerationError`` for two of a name, and ``CheckpointError`` for a missing folder of a further one.
+    """
+    first = serving.served_model_name or _name(models.target or BUNDLED)
+    found = {first: Served(models, decoding, serving.max_seq_length)}
     for also in serving.also:
         target, _, drafter = also.partition(",")
-        if (name := Path(target).name) in found:
+        if (name := _name(target)) in found:
             raise GenerationError(f"Two models are called {name!r}; rename the folder of one of them.")
-        found[name] = replace(models, target=target, drafter=drafter or None, adapter_path=None)
-    return {name: Served(model, decoding, serving.max_seq_length) for name, model in found.items()}
+        model = replace(models, target=target, drafter=drafter or None, adapter_path=None)
+        found[name] = replace(found[first], models=model)
+        found[name].check()
+    return found
+
+
+def _name(target: str | Path) -> str:
+    """The last part of a hub name or a path, that of ``.`` too; a link keeps its own name."""
+    return os.path.basename(os.path.abspath(target))

@@ -11,6 +11,7 @@ from http.server import ThreadingHTTPServer
 from threading import Thread
 
 from ..core.errors import DFlashError, one_line
+from ..core.values import require_count
 from ..models import ModelOptions
 from ..options import DecodeOptions
 from .body import Refused
@@ -47,9 +48,10 @@ def started(
 ) -> Iterator[tuple[ThreadingHTTPServer, Generator]]:
     """A server that listens, with the thread that decodes, while the ``with`` block lasts.
 
-    ``decoding`` has the defaults of requests. Raises ``DFlashError`` for models that cannot be loaded, ``OSError`` for
-    an address that cannot be had.
+    ``decoding`` has the defaults of requests. Raises ``DFlashError`` for models that cannot be loaded and defaults that
+    they cannot decode with, ``OSError`` for an address that cannot be had.
     """
+    require_count("max_tokens", decoding.max_tokens, 1)
     served = by_name(models, decoding, serving)
     name = next(iter(served))
     handler = partial(Handler, system_fingerprint="dflash")

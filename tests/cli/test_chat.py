@@ -150,6 +150,10 @@ def test_what_cannot_be_answered_is_one_line_and_the_chat_goes_on(chat, answers)
     assert all(said in line for said, line in zip(messages, shown.stderr.splitlines(), strict=True))
 
 
+def test_what_would_fail_for_every_message_ends_the_chat_before_the_first(chat):
+    assert_one_error(chat(TURNS, "--tree", 4, "--max-kv-size", 40), "trees need KVCache")
+
+
 def test_bytes_that_are_no_text_and_targets_without_a_template_are_errors(decoder, monkeypatch):
     monkeypatch.setattr(loading, "load_decoder", lambda *_: decoder)
     assert_one_error(invoke("chat", stdin=b"\xff\xfe\n"), "not UTF-8 text")

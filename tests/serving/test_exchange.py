@@ -106,6 +106,7 @@ def test_what_cannot_serve_leaves_the_present_drafter(here, decoder, damaged):
         ((str(REAL / "smollm2-135m-instruct"), {}), 400, "The drafter stays as it is"),
         ((str(damaged), {}), 400, "damaged"),
         (("/nowhere", {}), 400, "No checkpoint folder"),
+        (("", {}), 400, "an empty name"),
         ((7, {}), 400, 'Expected {"drafter"'),
         ((str(damaged), {"Authorization": "Bearer other"}), 401, "key is missing or wrong"),
         ((str(damaged), {"Authorization": "none"}), 401, "key is missing or wrong"),

@@ -234,6 +234,21 @@ def test_one_that_fails_is_told_and_the_others_are_answered(here, model, fault):
     assert running.send("GET", "/health")[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"prompt": "1 998"}, "token ids outside 0 to 95"),
+        *(
+            ({f"{name}_context_size": 2**31}, "from 1 to 2147483647")
+            for name in ("repetition", "presence", "frequency")
+        ),
+    ],
+)
+def test_numbers_beyond_what_the_target_and_mlx_take_are_the_requests_error(here, model, asked, message):
+    status, answer = here(lambda: words(model)).post({"prompt": "1", "max_tokens": 4} | asked, "/v1/completions")
+    assert (status, message in answer["error"]["message"]) == (400, True), answer
+
+
 @pytest.mark.parametrize("passes", [1, 9])
 def test_requests_that_need_too_much_memory_together_are_answered_one_after_another(here, model, monkeypatch, passes):
     embed, wide = nn.Embedding.__call__, []

@@ -10,9 +10,14 @@ from support.models import TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_mode
 from dflash import DFlashSpeculativeDecoder
 from dflash.adapters.conformance import small_models as small
 from dflash.bundled import REAL
-from dflash.errors import GenerationError
+from dflash.errors import DFlashError
 from dflash.models import ModelOptions
+from dflash.options import DecodeOptions
 from dflash.policies.base import BlockRecord, Policy
+from dflash.serving.models import by_name
+from dflash.serving.options import ServeOptions
+from dflash.serving.server import started
+from dflash.target.load import PAIR
 from dflash.target.ring import RowsCache
 
 from . import load
@@ -102,6 +107,21 @@ def test_what_a_batch_cannot_do_is_decoded_one_after_another(here, decoder, capl
     with ThreadPoolExecutor(5) as pool:
         texts = list(pool.map(lambda question: running.text(question, max_tokens=16), QUESTIONS))
     assert texts == [decoder.generate(question, 16, **options) for question in QUESTIONS]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_bits": 8, "max_kv_size": 40}, "either bounded or quantised"),
+        ({"kv_bits": 8, "kv_group_size": 128}, "kv_group_size 128 does not divide"),
+        ({"tree": 4, "max_kv_size": 40}, "trees need KVCache"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+    ],
+)
+def test_defaults_with_which_every_request_would_fail_are_an_error_at_start(options, message):
+    decoding = DecodeOptions(**{"max_tokens": 60} | options)
+    with pytest.raises(DFlashError, match=message), started(ModelOptions(), decoding, ServeOptions(port=0)):
+        pass
 
 
 @both
@@ -322,9 +342,12 @@ def test_another_model_is_loaded_when_a_request_names_it(here, tmp_path):
     names = ["bundled", "two", "two", "bundled", "two", "bundled"]
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, names)) == [texts[name] for name in names]
-    with pytest.raises(openai.APIStatusError, match="made for a target with hidden_size 576"):
+    with pytest.raises(openai.NotFoundError, match="made for a target with hidden_size 576"):
         ask("three")
     assert ask("two") == texts["two"]
+    (tmp_path / "one").rename(tmp_path / "elsewhere")
+    with pytest.raises(openai.NotFoundError, match="'bundled' cannot be loaded: No checkpoint folder"):
+        ask("bundled")
     with pytest.raises(openai.NotFoundError, match="served: 'bundled' and 'two' and 'three'"):
         ask("four")
     about = {model.id: model for model in running.client.models.list()}
@@ -334,9 +357,27 @@ def test_another_model_is_loaded_when_a_request_names_it(here, tmp_path):
     assert not hasattr(about["three"], "engine")
 
 
-def test_two_models_of_one_name_are_refused(here, tmp_path):
-    with pytest.raises(GenerationError, match="Two models are called 'bundled'"):
-        here(also=(str(tmp_path / "bundled"),))
+@pytest.mark.parametrize(
+    ("also", "message"),
+    [
+        ("{folder}/bundled", "Two models are called 'bundled'"),
+        (",ngram", "an empty name"),
+        ("{folder}/nowhere", "No checkpoint folder"),
+        ("{folder}", "config.json is missing"),
+        (f"{PAIR / 'target'},{{folder}}/nowhere", "No checkpoint folder"),
+    ],
+)
+def test_further_models_that_are_not_there_or_have_one_name_are_refused_at_start(here, tmp_path, also, message):
+    with pytest.raises(DFlashError, match=message):
+        here(also=(also.format(folder=tmp_path),))
+
+
+def test_a_model_has_the_name_of_its_folder_wherever_the_server_starts(monkeypatch):
+    monkeypatch.chdir(PAIR / "target")
+    assert list(by_name(ModelOptions("."), DecodeOptions(), ServeOptions(also=("../drafter/",)))) == [
+        "target",
+        "drafter",
+    ]
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ from .loop.distributed import Ranks
 from .loop.fit import fit
 from .loop.optimizer import Optimizer
 from .loop.run import OnLog, check_identity
-from .loop.run_folder import BEFORE_DECAY, BEST, LOG, RECIPE, STATE
+from .loop.run_folder import BEFORE_DECAY, BEST, BEST_BEFORE_DECAY, LOG, RECIPE, STATE
 from .loop.settings import FitSettings, LoopSettings
 from .recipe import Recipe
 from .runs import recorded_recipe
@@ -268,7 +268,8 @@ def _begin(folder: Path, identity: dict[str, Any], settings: FitSettings, drafte
 
     A drafter of a part of the vocabulary also gets the table of its tokens.
     """
-    for name in (CONFIG, VOCABULARY, STATE, BEFORE_DECAY, BEST, LOG, *(f"{FINISHED}/{name}" for name in EXPORTED)):
+    of_loop = (STATE, BEFORE_DECAY, BEST, BEST_BEFORE_DECAY, LOG)
+    for name in (CONFIG, VOCABULARY, *of_loop, *(f"{FINISHED}/{name}" for name in EXPORTED)):
         remove_unfinished(folder / name)
     if (folder / RECIPE).exists():
         write_json(folder / RECIPE, _recorded(folder))  # an older one by today's names

@@ -79,7 +79,8 @@ class Run:
             begun = Progress()
         self._evaluate = evaluate
         self._on_log = list(on_log)
-        self._best = Best(folder, score) if score is not None and ranks.is_main else None
+        decay = settings.optimizer.decay_begins(settings.steps)
+        self._best = Best(folder, score, decay) if score is not None and ranks.is_main else None
         weights = flat(model.trainable_parameters()).values()
         self._saved_at, self._save_seconds = time.perf_counter(), 0.0
         self._checkpoint_bytes = 4 * sum(w.nbytes for w in weights)  # the weights, two moments, and the best weights

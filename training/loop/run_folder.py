@@ -5,6 +5,7 @@
 ``before-decay.safetensors``  the checkpoint where the learning rate began to fall, if the schedule has a decay
                               phase: a longer run continues from it
 ``best.safetensors``          the weights of the best evaluation, with its results
+``best-before-decay...``      those of the best one until then, if a later one was better: a longer run has them again
 ``log.jsonl``                 a line for each report. When a run continues, the lines after its checkpoint are
                               dropped, because those steps are repeated
 ``recipe.json``               what the run was started with (:mod:`dflash.training.identity`)
@@ -12,6 +13,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from .optimizer import Optimizer
 logger = logging.getLogger(__name__)
 
 STATE, BEFORE_DECAY, BEST = "state.safetensors", "before-decay.safetensors", "best.safetensors"
+BEST_BEFORE_DECAY = "best-before-decay.safetensors"
 LOG, RECIPE = "log.jsonl", "recipe.json"
 
 
@@ -80,25 +83,33 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> Progr
 
 
 class Best:
-    """The weights of the best evaluation so far, by the highest ``score``."""
+    """The weights of the best evaluation so far, by the highest ``score``; those of before the decay are kept."""
 
-    def __init__(self, folder: Path, score: str):
-        self.path, self.score = folder / BEST, score
-        self.value: float | None = read_results(self.path).get(score) if self.path.exists() else None
+    def __init__(self, folder: Path, score: str, decay_begins: int):
+        self.path, self.score, self.decay_begins = folder / BEST, score, decay_begins
+        before = read_results(self.path) if self.path.exists() else {}
+        self.value: float | None = before.get(score)
+        self.step: int = before.get("step", 0)
 
     def offer(self, step: int, model: nn.Module, results: dict[str, Any]) -> None:
         """Keep the weights if ``results`` have a score that beats the best so far."""
         value = results[self.score]
         if value is not None and (self.value is None or value > self.value):
             metadata = {"results": json.dumps({"step": step} | results)}
+            if self.value is not None and self.step <= self.decay_begins < step:
+                atomic_write(self.path.with_name(BEST_BEFORE_DECAY), lambda file: shutil.copyfile(self.path, file))
             write_arrays(self.path, flat(model.trainable_parameters()), metadata)
-            self.value = value
+            self.value, self.step = value, step
 
 
 def drop_best_after(folder: Path, step: int) -> None:
-    """Remove the best weights if they are from after ``step``: those steps will be repeated differently."""
-    if (folder / BEST).exists() and read_results(folder / BEST).get("step", 0) > step:
-        (folder / BEST).unlink()
+    """Go back to the best weights until ``step``: later ones are of steps that will be repeated differently."""
+    best, kept = folder / BEST, folder / BEST_BEFORE_DECAY
+    if best.exists() and read_results(best).get("step", 0) > step:
+        if kept.exists() and read_results(kept).get("step", 0) <= step:
+            kept.replace(best)
+        else:
+            best.unlink()
 
 
 def read_weights(folder: Path, best: bool) -> dict[str, mx.array]:

@@ -10,7 +10,6 @@ import pytest
 from dflash.core.errors import CheckpointError
 from dflash.training.loop.optimizer import AdamWSettings, Optimizer
 from dflash.training.loop.run_folder import (
-    BEST,
     LOG,
     STATE,
     Best,
@@ -91,14 +90,12 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
 
 def test_best_weights_are_kept_until_their_steps_are_made_again(tmp_path):
     model, _ = parts()
-    best = Best(tmp_path, "score")
-    for step, value in ((2, 1.0), (4, 3.0), (6, 2.0), (8, None)):
+    best = Best(tmp_path, "score", decay_begins=4)
+    for step, value in ((2, 1.0), (4, 3.0), (6, 2.0), (8, None), (10, 4.0), (12, 5.0)):
         best.offer(step, model, {"score": value})
-    assert Best(tmp_path, "score").value == 3.0
-    drop_best_after(tmp_path, 4)
-    assert (tmp_path / BEST).exists()
-    drop_best_after(tmp_path, 3)
-    assert Best(tmp_path, "score").value is None
+    for step, left in ((12, 5.0), (4, 3.0), (4, 3.0), (3, None)):
+        drop_best_after(tmp_path, step)
+        assert Best(tmp_path, "score", 4).value == left
 
 
 FOREIGN = [b"a note of my own", b"5", b"[1]", b'{"loss": 1}', b'{"step": "2"}', b"caf\xe9", b""]

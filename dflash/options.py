@@ -195,8 +195,8 @@ class DecodeOptions:
         metavar="FILE",
         flag="--prompt-cache-file",
     )
-    """A :class:`~dflash.PromptCache` with what was read already, which holds prompt and answer afterwards. It never
-    changes the text, and only the rest of the prompt is read."""
+    """A :class:`~dflash.PromptCache` with what was read already, which holds prompt and answer afterwards. Only the
+    rest of the prompt is read. It changes no text, unless caches are quantised or bounded."""
     prefill_step_size: int = option(2048, "Tokens of the prompt in one pass.", "prompt", at_least=1)
     trace: Callable[[dict[str, Any]], object] | str | Path | None = option(
         None,

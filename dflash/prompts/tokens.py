@@ -49,7 +49,7 @@ def prompt_tokens(
 
     Raises ``GenerationError`` for an empty or malformed prompt, or if an option needs a chat template that is not used.
     """
-    config = _checked_config(chat_template_config)
+    config = checked_template_config(chat_template_config)
     if not isinstance(chat, bool):
         raise GenerationError(f"chat must be True or False, got {short(chat)}.")
     if not isinstance(prompt, str) and not _is_messages(prompt):
@@ -110,7 +110,7 @@ def continuation_tokens(
     if not chat or not target.tokenizer.has_chat_template:
         return list(target.tokenizer.encode(text, add_special_tokens=False))
     messages = _checked_messages(text)
-    config = {"add_generation_prompt": True, "tokenize": False} | _checked_config(chat_template_config)
+    config = {"add_generation_prompt": True, "tokenize": False} | checked_template_config(chat_template_config)
     whole = target.tokenizer.apply_chat_template(messages, **config)
     if text not in whole:
         raise GenerationError("The chat template changes this text, so that it cannot follow a prompt cache.")
@@ -202,7 +202,8 @@ def _check_text(what: str, text: Any) -> None:
             ) from error
 
 
-def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_template_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The switches of a chat template. Raises ``GenerationError`` for what is none."""
     if config is not None and not isinstance(config, Mapping):
         raise GenerationError(f"chat_template_config must be a dict of switches, got {short(config)}.")
     for name in config or ():

@@ -7,7 +7,7 @@ from typing import Any
 from ..core.errors import GenerationError
 from ..core.values import short
 from ..prompts.conversations import ROLES
-from ..prompts.tokens import _checked_config
+from ..prompts.tokens import checked_template_config
 
 
 class Refused(Exception):
@@ -69,7 +69,7 @@ def checked_body(raw: bytes, chat: bool, models: Sequence[str]) -> dict[str, Any
     if chat:
         _make_texts(body.get("messages"))
         try:
-            _checked_config(body.get("chat_template_kwargs"))
+            checked_template_config(body.get("chat_template_kwargs"))
         except GenerationError as error:
             reason = str(error).replace("chat_template_config", "chat_template_kwargs")
             raise Refused(400, reason, "chat_template_kwargs") from error

@@ -14,6 +14,7 @@ from ..core.errors import DFlashError, one_line
 from ..core.values import require_count
 from ..models import ModelOptions
 from ..options import DecodeOptions
+from ..prompts.tokens import checked_template_config
 from .body import Refused
 from .generator import Generator
 from .http import Handler
@@ -86,6 +87,6 @@ def mlx_lm_arguments(name: str, decoding: DecodeOptions, serving: ServeOptions) 
         top_k=decoding.top_k,
         min_p=decoding.min_p,
         num_draft_tokens=0,
-        chat_template_args=serving.chat_template_config or {},
+        chat_template_args=checked_template_config(serving.chat_template_config),
         allowed_origins=list(serving.allowed_origin),
     )

@@ -116,11 +116,13 @@ def test_what_a_batch_cannot_do_is_decoded_one_after_another(here, decoder, capl
         ({"kv_bits": 8, "kv_group_size": 128}, "kv_group_size 128 does not divide"),
         ({"tree": 4, "max_kv_size": 40}, "trees need KVCache"),
         ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+        ({"chat_template_config": {"tokenize": False}}, "'tokenize' is no switch"),
     ],
 )
 def test_defaults_with_which_every_request_would_fail_are_an_error_at_start(options, message):
+    serving = ServeOptions(port=0, chat_template_config=options.pop("chat_template_config", None))
     decoding = DecodeOptions(**{"max_tokens": 60} | options)
-    with pytest.raises(DFlashError, match=message), started(ModelOptions(), decoding, ServeOptions(port=0)):
+    with pytest.raises(DFlashError, match=message), started(ModelOptions(), decoding, serving):
         pass
 
 

@@ -149,6 +149,8 @@ class Adaptation:
             for i, drafter in enumerate(drafters)
         )
         lengths = [total(own, d.block_size).length for own, d in zip((old, new), drafters, strict=True)]
+        if lengths[0] is None or lengths[1] is None:
+            raise DataError(f"The target's answers to what {self.record} holds out are too short for a block.")
         return Comparison(len(texts), lengths[0], lengths[1], length_over(new, old))
 
 
@@ -160,8 +162,8 @@ class Comparison:
     """
 
     requests: int
-    old: float | None
-    new: float | None
+    old: float
+    new: float
     ratio: Interval
 
     @property

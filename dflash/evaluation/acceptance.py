@@ -129,17 +129,20 @@ def measure_one(
     Every draft is verified unless ``options`` has another policy: acceptance is a property of the drafter, not of the
     machine.
     """
-    blocks, text = list[Drafted](), ""
     options = {"policy": "full"} | options
+    answer, text, drafts, at, reason = list[int](), "", dict[int, list[int]](), 0, None
     for i, response in enumerate(decoder.stream_generate(prompt, max_tokens, temperature, **options)):
-        text += response.text
-        if i == 0:  # the prompt's own pass, which is no block
-            continue
-        drafted, committed = len(response.drafted), len(response.tokens)
-        verified = min(drafted, committed) if response.finish_reason == "stop" else drafted
-        right = agreeing(response.drafted[: response.accepted], response.tokens)
-        blocks.append(Drafted(response.generation_tokens - committed - 1, drafted, verified, right, committed))
-    return counts(blocks, decoder.block_size), text
+        if i > 0:  # the first token is of the prompt's own pass, which is no block
+            drafts[at] = response.drafted
+            at += response.accepted + 1
+        answer, text, reason = answer + response.tokens, text + response.text, response.finish_reason
+    return _judged(answer, reason, drafts, decoder.block_size), text
+
+
+def _judged(answer: list[int], reason: str | None, drafts: Mapping[int, list[int]], size: int) -> Acceptance:
+    """The counts of a whole answer and its blocks' drafts, by the number of their anchor in it."""
+    ended = reason == "stop"
+    return counts((judged(answer, ended, at, own) for at, own in drafts.items() if at < len(answer) - 1), size)
 
 
 def unlimited(decoder: DFlashSpeculativeDecoder) -> DFlashSpeculativeDecoder:
@@ -164,18 +167,14 @@ def measure_batch(
     for number, response in decoder.stream_batch(prompts, batch_size, max_tokens=max_tokens, **options):
         if response.error is not None:
             raise response.error
-        drafts[number][anchors[number]] = response.drafted
+        at = anchors[number]
+        drafts[number][at] = response.drafted[: min(size, max_tokens - at - 1) - 1]
         anchors[number] += response.accepted + 1
         answers[number] += response.tokens
         texts[number] += response.text
         if response.finish_reason is not None:
-            answer, ended = answers[number], response.finish_reason == "stop"
-            blocks = (
-                judged(answer, ended, at, drafted[: min(size, max_tokens - at - 1) - 1])
-                for at, drafted in drafts[number].items()
-                if at < len(answer) - 1
-            )
-            yield number, counts(blocks, size), texts[number]
+            own = answers[number], response.finish_reason, drafts[number]
+            yield number, _judged(*own, size), texts[number]
 
 
 def measure_turns(

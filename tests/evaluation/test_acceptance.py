@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from support.acceptance import measure, plain
@@ -10,6 +11,7 @@ from support.bench import rendered
 from support.models import TEXT_VOCAB, ScriptedDrafter, plain_greedy, qwen3_model, random_drafter, wrapped_tokenizer
 
 import dflash
+from dflash import Proposal
 from dflash.evaluation import HELDOUT, BenchPrompt
 from dflash.evaluation.acceptance import (
     Acceptance,
@@ -116,3 +118,26 @@ def test_rows_by_kind_add_up_to_all_prompts():
     rows = [line.split() for line in rendered(render_acceptance(found)).splitlines()]
     assert rows[1][:5] == ["chat", "2", "8", "12", "1.50"]
     assert ["short", "1", "0", "0", "-", "0.000", "0.000"] in rows
+
+
+class Thirds(ScriptedDrafter):
+    """Each third token is wrong."""
+
+    def propose(self, anchor: mx.array, length: int, cache) -> Proposal:
+        drafts = list(enumerate(self.text))[cache.offset + 1 :][:length]
+        return Proposal(mx.array([[token ^ (number % 3 == 0) for number, token in drafts]], mx.int32))
+
+
+@pytest.mark.parametrize("missed", [True, False], ids=["nearly found", "found"])
+def test_text_that_is_held_back_for_a_stop_string_counts_in_its_own_block(missed):
+    loaded, prompt = dflash.LoadedTargetModel(qwen3_model(1, vocab=TEXT_VOCAB), wrapped_tokenizer()), [65, 66, 67]
+    answer, _ = plain_greedy(loaded.model, prompt, 40)
+    drafter = Thirds([*prompt, *answer], TEXT_VOCAB, block_size=5)
+    decoder = dflash.DFlashSpeculativeDecoder(loaded, drafter)
+    whole, text = measure_one(decoder, prompt, 40, stop_token_ids=[])
+    for at in range(2, len(text) - 8, 3):
+        stop = text[at : at + 7] + "\0" * missed
+        found, _ = measure_one(decoder, prompt, 40, stop_strings=[stop], stop_token_ids=[])
+        batch = measure_batch(decoder, [prompt], 1, 40, stop_strings=[stop], stop_token_ids=[])
+        assert [plain(part) for _, part, _ in batch] == [plain(found)]
+        assert (plain(found) == plain(whole)) == missed

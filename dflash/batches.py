@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from mlx_lm.generate import StopSequences
 
 from .core.errors import GenerationError
-from .core.values import require_count
+from .core.option import named
+from .core.values import require_count, short
 from .decoding.admission import SpeculativeGenerator
 from .decoding.batch import Tapped
 from .decoding.sampling import LogitsProcessor, Sampler
@@ -53,6 +54,8 @@ def stream_batch(
         raise GenerationError("This decoder has no tokenizer; pass one, or token ids to spec_generate, one by one.")
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         raise GenerationError(f"A batch is a list of prompts, got {type(prompts).__name__}; give a list.")
+    if each is not None and not (isinstance(each, list | tuple) and all(isinstance(own, Mapping | None) for own in each)):
+        raise GenerationError(f"each is a list of dicts of options, one a prompt, got {short(each)}.")
     if each is not None and len(each) != len(prompts):
         raise GenerationError(f"each is a list of as many options as prompts, got {len(prompts)} and {len(each)}.")
     of_prompts = {name: value for name, value in options.items() if name in OF_PROMPTS}
@@ -133,7 +136,7 @@ def _request(
     of_prompts: Mapping[str, Any],
 ) -> Request:
     """The row of one prompt, with its ``own`` options in the place of those ``given`` for all."""
-    options = decoder._request_options({**given, **own}) if own else common
+    options = decoder._request_options(named(DecodeOptions, given) | named(DecodeOptions, own)) if own else common
     check_together(options)
     if shared := next((name for name in OF_ALL if getattr(options, name) != getattr(common, name)), None):
         raise GenerationError(f"{shared} holds for the whole batch; give it once, not for each prompt.")

@@ -53,6 +53,7 @@ def test_each_prompt_may_have_options_of_its_own(decoder, texts):
     assert expected[4] == ""
     assert all(len(short) < len(text) for short, text in zip(expected[:2], texts, strict=False))
     assert decoder.batch_generate(PROMPTS, batch_size=3, each=each) == expected
+    assert decoder.batch_generate(PROMPTS, temp=1.0, each=[{"temperature": 0.0}] * len(PROMPTS)) == texts
 
 
 def test_a_response_is_a_token_of_the_targets_and_the_accepted_drafts(decoder):
@@ -77,6 +78,8 @@ def test_a_response_is_a_token_of_the_targets_and_the_accepted_drafts(decoder):
         ({"seed": 1, "temperature": 0.5}, ("seed", "one prompt at a time")),
         ({"each": [{"policy": "full"}] * len(PROMPTS)}, ("policy", "whole batch")),
         ({"each": [{}]}, ("as many options as prompts, got 5 and 1",)),
+        ({"each": {"temp": 1.0}}, ("each is a list of dicts",)),
+        ({"each": ["temp"] * 5}, ("each is a list of dicts",)),
         ({"batch_size": 0}, ("batch_size", "at least 1")),
         ({"max_tokens": 10**6}, ("exceeds the limit",)),
     ],

@@ -54,7 +54,7 @@ def stream_batch(
         raise GenerationError("This decoder has no tokenizer; pass one, or token ids to spec_generate, one by one.")
     if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         raise GenerationError(f"A batch is a list of prompts, got {type(prompts).__name__}; give a list.")
-    if each is not None and not (isinstance(each, list | tuple) and all(isinstance(own, Mapping | None) for own in each)):
+    if not (isinstance(each, list | tuple | None) and all(isinstance(own, Mapping | None) for own in each or ())):
         raise GenerationError(f"each is a list of dicts of options, one a prompt, got {short(each)}.")
     if each is not None and len(each) != len(prompts):
         raise GenerationError(f"each is a list of as many options as prompts, got {len(prompts)} and {len(each)}.")

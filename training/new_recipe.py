@@ -253,11 +253,11 @@ def _trial(recipe: Recipe, target: LoadedTargetModel, model: Any) -> float:
     anchors = mx.arange(_TRIAL_ANCHORS)[None] * max(1, (length - recipe.drafter.block_size) // _TRIAL_ANCHORS)
     dtype = drafter_dtype(target)
 
-    def target_pass() -> mx.array:
-        return forward_hidden(target, tokens, model.target_layer_ids)[1]
+    def target_pass() -> tuple[mx.array, mx.array]:
+        return forward_hidden(target, tokens, model.target_layer_ids)
 
-    features = target_pass()
-    batch = Batch(tokens, mx.ones((1, length), mx.bool_), anchors, features)
+    hidden, features = target_pass()
+    batch = Batch(tokens, mx.ones((1, length), mx.bool_), anchors, features, hidden)
     gradient = nn.value_and_grad(
         model, lambda model: drafter_loss(model, batch, recipe.objective, model.target_head, dtype=dtype)
     )

@@ -134,15 +134,16 @@ class Pipeline:
                 f"{self.folder} was not made by dflash fit: it holds a run or a drafter, and no {RECIPE}. Choose a new "
                 "folder; a run of dflash train continues by dflash train."
             )
-        made, count = (self.folder / DATA / MANIFEST).exists(), self.count or _COUNT
+        made, count = (self.folder / DATA / MANIFEST).exists(), self.count
         there = read_manifest(self.folder / DATA) if made else {}
         if self.prompts is not None and made and not self.prompts.exists():
-            count = there["conversations"]["count"]  # they are answered, so nobody needs the file
+            count = None  # they are answered, so nobody needs the file
         elif self.prompts is not None:
             count = len(read_conversations(self.prompts, limit=self.count))  # a mistake shows before the target loads
-        if made:
-            before = {"requests": there["conversations"]["count"], "source": there["source"], **there["settings"]}
-            now = {"requests": count, "source": PROMPTS if self.prompts is None else self.prompts.name}
+        if "conversations" in there:  # other datasets were put there by hand
+            requests = there["conversations"]["count"]
+            before = {"source": there["source"], "requests": requests, **there["settings"]}
+            now = {"source": PROMPTS if self.prompts is None else self.prompts.name, "requests": count or requests}
             now |= {name: getattr(self.responses, name) for name in ("max_tokens", "temp", "seed")}
             _require_alike(self.folder / DATA, before, before | now, "give the options of then")
 

@@ -108,6 +108,6 @@ def drafters(run: RunInfo) -> OnLog:
 
     saved = read_progress(run.folder / STATE).step
     for line in read_log(run.folder):
-        if line["step"] == saved and not folder(saved).exists():
+        if line["step"] == saved and not (folder(saved) / "README.md").exists():  # its last file
             on_log(line)
     return on_log

@@ -41,7 +41,7 @@ def fit(
     recipe is proposed (recipe), the drafter is trained (train) and exported
     (export). Every stage is named with the time that it will about take.
     Stopped or killed, the same command continues; the recipe may be edited
-    before training begins.
+    before training begins, and then --set is left out.
 
     Examples:
 

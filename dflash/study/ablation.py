@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..core.environment import environment
-from ..core.errors import DFlashError, one_line
+from ..core.errors import DFlashError, TrainingError, one_line
 from ..core.files import exclusive_lock, read_arrays, read_json, remove_unfinished, write_json
 from ..core.progress import duration, progress
 from ..drafters.protocol import Drafter
@@ -91,13 +91,13 @@ def _train_missing(plan: Plan, trust_remote_code: bool) -> dict[str, str]:
     for number, key in enumerate(missing):
         cell = next(cell for cell in plan.cells if cell.training == key)
         logger.info("Training %d of %d: %s", number + 1, len(missing), cell)
-        try:
-            with _errors_name(cell):
+        with _errors_name(cell):  # of what would stop every training
+            try:
                 train(plan.trainings[key], trust_remote_code=trust_remote_code)
-        except DFlashError as error:
-            logger.warning("%s", error)
-            failed[key] = str(error)
-            continue
+            except TrainingError as error:
+                failed[key] = f"Cell {cell}: {error}"
+                logger.warning("%s", failed[key])
+                continue
         done = _trained(plan.run_folder(key))
         remove_unfinished(plan.run_folder(key) / FINISHED)
         write_json(plan.run_folder(key) / FINISHED, done)

@@ -98,6 +98,8 @@ def effects(plan: Plan, cells: Sequence[CellAnswers]) -> list[Effect]:
                 pairs = list(_pairs(mine, factor, first, label))
                 for metric, attribute in METRICS.items():
                     usable = [pair for pair in pairs if all(math.isfinite(cell.value(attribute)) for cell in pair)]
+                    if attribute == "speed":  # pairs that two processes timed count only where there are no others
+                        usable = [p for p in usable if math.isfinite(p[1].speed_over(p[0].answers).value)] or usable
                     if usable:
                         effect = _effect((factor, first, label, name, metric, ""), usable, mine)
                         found += _with_dependence(effect, usable, mine)

@@ -6,6 +6,7 @@ that is no property of the drafter: in some passes the policy fell back to plain
 """
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def draw_curves(
     for panel, (title, shown) in zip(axes, panels.items(), strict=False):
         for run, points in shown.items():
             (lines[run],) = panel.plot(*zip(*points, strict=True), color=colours[run], marker=".", markersize=3)
-        panel.set_title(title, fontsize=9)
+        panel.set_title(textwrap.fill(title, 45), fontsize=9)
         panel.set_xlabel("step", fontsize=8)
         panel.tick_params(labelsize=8)
         panel.grid(alpha=0.25)

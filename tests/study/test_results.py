@@ -164,6 +164,9 @@ def test_a_speed_is_compared_only_where_one_process_timed_both_sides():
         assert (row["verdict"], row["ratio"], row["pairs"]) == (verdict, ratio, pairs)
         assert dataclasses.replace(other).row()["speedup"] == speedup  # a copy, in which nothing is cached
         assert effects_of([one, other], factor="xy")["x", "y"].verdict == "not told apart"
+    pair = [cell(level, [10] * 9, other="b") for level in "xy"]  # which one process timed
+    found = effects_of([one, other, *pair], "tokens_per_s", factor="xy", other="ab")["x", "y"]
+    assert (found.ratio.value, found.row()["pairs"]) == (1, 1)
 
 
 @pytest.mark.parametrize(("policy", "marked"), [(None, 1), ("adaptive", 1), ("full", 0)])

@@ -81,6 +81,11 @@ def test_a_quick_recipe_has_small_steps_for_some_minutes_and_what_is_set_wins(fo
     assert recipe.run.evaluate_every == (4 if given else 180)
 
 
+@pytest.mark.parametrize("given", ["drafter.kind=dspark", "objective.kind=kl"])
+def test_what_learns_from_the_targets_logits_is_timed_too(folder, given):
+    assert propose_recipe(str(folder / "target"), folder / "data", overrides=[given]).recipe.run.steps is None
+
+
 def test_without_an_unused_token_the_mask_has_to_be_set(folder, monkeypatch):
     monkeypatch.setattr(new_recipe, "unused_tokens", lambda *_: [])
     with pytest.raises(TrainingError, match=r"no mask token\. Set drafter\.mask_token to one that your data does not"):

@@ -12,6 +12,7 @@ from support.runs import write_target
 import dflash
 from dflash.training import pipeline
 from dflash.training.data import self_prompts
+from dflash.training.data.join import join
 
 SETTINGS = [
     "run.steps=3", "run.batches_per_step=1", "run.evaluate_prompts=2", "run.evaluate_tokens=8", "run.log_every=1",
@@ -157,6 +158,15 @@ def test_options_that_the_folder_was_not_made_with_are_refused(target, undisturb
     for more in ([], ["--dry-run"]):
         assert_one_error(fit(target, undisturbed, *options, *more), message)
     assert tree(undisturbed) == before
+
+
+def test_data_that_was_put_there_by_hand_is_taken_as_it_is(target, undisturbed, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(undisturbed / "data", again / "data")
+    join([again / "data"], again / "joined")
+    shutil.rmtree(again / "data")
+    (again / "joined").rename(again / "data")
+    assert fit(target, again, "--max-tokens", "9", "--dry-run").exit_code == 0
 
 
 def test_a_target_with_code_of_its_own_is_fitted_where_it_is_trusted_and_to_own_requests(target, tmp_path, caplog):

@@ -329,7 +329,7 @@ class DFlashSpeculativeDecoder:
         tokens = prompt_tokens(self.loaded_target, prompt, opening=True, **template)
         DecodeOptions().token_limit(len(tokens), self.max_seq_length)  # an answer must have room after it
         step_size = self._request_options({"prefill_step_size": prefill_step_size}).prefill_step_size
-        if prompt_cache.begin([*tokens, 0], prompt_cache.target_cache.quantization) < len(tokens):
+        if prompt_cache.begin([*tokens, 0]) < len(tokens):
             caches = prompt_cache.target_cache, prompt_cache.draft_cache
             with self.loaded_target.alone(), wired_limit(self.target_model):
                 prefill_context(self.loaded_target, self.draft_model, tokens, *caches, step_size)

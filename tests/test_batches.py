@@ -294,6 +294,8 @@ class Sampler:
 def test_a_sampler_of_ones_own_gets_one_position_at_a_time(decoder):
     expected = [decoder.generate(prompt, sampler=Sampler()) for prompt in PROMPTS]
     assert decoder.batch_generate(PROMPTS, sampler=Sampler()) == expected
+    best = lambda logprobs: mx.argmax(logprobs, -1).astype(mx.float32)  # noqa: E731 (ids of another type)
+    assert decoder.batch_generate(PROMPTS, sampler=best, policy=0) == [decoder.generate(p) for p in PROMPTS]
 
 
 def test_rows_that_draw_alike_are_drawn_in_one_call(decoder, monkeypatch):

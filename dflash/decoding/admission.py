@@ -104,7 +104,11 @@ def _of_row(sampler: Sampler, target: LoadedTargetModel) -> Sampler:
         return _first_equal(sampler)
     if sampler is GREEDY:
         return sampler
-    return Guarded(sampler, GREEDY, lambda chosen: check_committed(target, cast(list[int], chosen.tolist())))
+    return Guarded(
+        lambda logprobs: mx.array(sampler(logprobs)).astype(mx.int32),
+        GREEDY,
+        lambda chosen: check_committed(target, cast(list[int], chosen.tolist())),
+    )
 
 
 @lru_cache

@@ -66,6 +66,7 @@ class PromptCache:
         self.unknown = 0
         """How many of the first tokens are not known, as mlx-lm's files do not store them."""
         self.target_cache = target.make_cache(**cache_options)
+        self._quantization = self.target_cache.quantization
         self.draft_cache = drafter.make_cache()
 
     def check_models(self, target: LoadedTargetModel, drafter: Drafter) -> None:
@@ -96,7 +97,7 @@ class PromptCache:
                 kinds,
             )
             self._reset()
-        self.target_cache.quantization = quantization or self.target_cache.quantization
+        self.target_cache.quantization = quantization or self._quantization
         self.reused, self.tokens = len(self.tokens), []
         return self.reused
 
@@ -139,7 +140,7 @@ class PromptCache:
         memo |= {id(self.target): self.target, id(self.drafter): self.drafter}
         other = copy.copy(self)
         caches = copy.deepcopy(list(self.target_cache), memo)
-        other.target_cache = TargetCache(caches, self.target_cache.quantization, len(self.tokens))
+        other.target_cache = TargetCache(caches, self.target_cache.quantization, self.target_cache.offset)
         other.draft_cache, other.tokens = copy.deepcopy(self.draft_cache, memo), list(self.tokens)
         return other
 
@@ -201,6 +202,7 @@ class PromptCache:
     def _reset(self) -> None:
         self.tokens, self.unknown = [], 0
         self.target_cache = self.target.make_cache(**self._options)
+        self._quantization = self.target_cache.quantization
         self.draft_cache = self.drafter.make_cache()
 
     def _check_quantization(self, asked: Quantization | None) -> None:
@@ -256,8 +258,11 @@ class PromptCache:
         found.target_cache = _target_cache(target, caches[:number] if fingerprints else caches, len(tokens), path)
         found.unknown = fingerprints.get("unknown", 0) if tokens else found.target_cache.offset
         found.tokens = tokens or [UNKNOWN] * found.unknown
-        bounds = [cache.max_size for cache in found.target_cache if isinstance(cache, KeptWindowCache)]
-        found._options = {"max_kv_size": bounds[0]} if bounds else {}
+        for cache in found.target_cache:  # what makes others like them
+            if isinstance(cache, KeptWindowCache):
+                found._options = {"max_kv_size": cache.max_size}
+            elif isinstance(cache, QuantizedKVCache):
+                found._options = {"kv_bits": cache.bits, "kv_group_size": cache.group_size, "quantized_kv_start": 0}
         same_drafter = isinstance(drafter, nn.Module) and fingerprints.get("drafter") == model_fingerprint(drafter)
         layers = caches[number + 1 :] if same_drafter else []
         found.draft_cache = _draft_cache(drafter, layers, found.tokens, bool(fingerprints))

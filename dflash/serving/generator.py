@@ -264,7 +264,7 @@ class Generator(server.ResponseGenerator):
             options=options,
             answer=Answer(len(prompt), TextStream(tokenizer.detokenizer, args.stop_words)),
             cache=cache,
-            logprobs=args.top_logprobs if args.logprobs or args.top_logprobs > 0 else None,
+            logprobs=args.top_logprobs if args.logprobs else None,
             batchable=_batchable(args),
         )
 
@@ -272,7 +272,7 @@ class Generator(server.ResponseGenerator):
 def _batchable(args: Any) -> bool:
     """Whether a request can be decoded beside others: those share MLX's random numbers, and tell no probabilities."""
     drawn = args.seed is not None and args.sampling.temperature > 0
-    return not (drawn or args.logprobs or args.top_logprobs > 0)
+    return not (drawn or args.logprobs)
 
 
 def _options(decoder: "DFlashSpeculativeDecoder", args: Any, room: int) -> DecodeOptions:

@@ -345,11 +345,34 @@ def test_a_cache_keeps_what_it_was_made_with(kind, options, tmp_path):
     cache, file = decoder.make_prompt_cache(**options), tmp_path / "c.safetensors"
     decoder.spec_generate(FIRST * 2, 3, prompt_cache=cache, **NO_STOP)
     assert {type(own).__name__ for own in cache.target_cache} == {kind}
-    if kind == "KeptWindowCache":
-        cache.save(file)
-        cache = decoder.load_prompt_cache(file)
-        decoder.spec_generate(SECOND, 3, prompt_cache=cache, **NO_STOP)
-        assert {type(own).__name__ for own in cache.target_cache} == {kind}
+    cache.save(file)
+    for begun_again in (cache, decoder.load_prompt_cache(file)):
+        begun_again.trim(99)
+        decoder.spec_generate(SECOND, 3, prompt_cache=begun_again, **NO_STOP)
+        assert {type(own).__name__ for own in begun_again.target_cache} == {kind}
+
+
+def test_what_one_request_asks_of_a_cache_does_not_hold_for_the_next():
+    decoder = DFlashSpeculativeDecoder(loaded("QuantizedKVCache"), ScriptedDrafter([], 64))
+    cache = decoder.make_prompt_cache()
+    later = QUANTISED | {"quantized_kv_start": 30}
+    text = decoder.spec_generate(FIRST, 3, prompt_cache=cache, **later, **NO_STOP)[0].tolist()
+    decoder.spec_generate([*text, *SECOND * 6], 9, prompt_cache=cache, **NO_STOP)
+    assert cache.reused > 5
+    assert {type(own).__name__ for own in cache.target_cache} == {"KVCache"}
+
+
+def test_a_copy_of_a_cache_whose_request_is_open_begins_anew():
+    """Of a recurrent target too, whose caches do not tell how much they hold."""
+    decoder = DFlashSpeculativeDecoder(LoadedTargetModel(small.build("mamba")), ScriptedDrafter([], 64))
+    decoder.tokenizer = wrapped_tokenizer()
+    cache = decoder.make_prompt_cache()
+    left = decoder.stream_generate(FIRST, max_tokens=9, prompt_cache=cache, **NO_STOP)
+    next(left)
+    other = copy.deepcopy(cache)
+    expected = decoder.spec_generate(SECOND, 9, **NO_STOP)
+    assert mx.array_equal(decoder.spec_generate(SECOND, 9, prompt_cache=other, **NO_STOP), expected)
+    left.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

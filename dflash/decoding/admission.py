@@ -15,6 +15,7 @@ from ..target.rows import as_rows
 from .batch import JOINING, Guarded, SpeculativeBatch, Tapped
 from .block import check_committed
 from .sampling import GREEDY, DrawingSampler, Sampler
+from .verify import token_ids
 
 PROMPTS_AT_ONCE = 8  # read in one pass, as in mlx-lm
 
@@ -104,11 +105,13 @@ def _of_row(sampler: Sampler, target: LoadedTargetModel) -> Sampler:
         return _first_equal(sampler)
     if sampler is GREEDY:
         return sampler
-    return Guarded(
-        lambda logprobs: mx.array(sampler(logprobs)).astype(mx.int32),
-        GREEDY,
-        lambda chosen: check_committed(target, cast(list[int], chosen.tolist())),
-    )
+
+    def checked(logprobs: mx.array) -> mx.array:
+        chosen = mx.array(sampler(logprobs)).astype(mx.int32)
+        check_committed(target, token_ids(chosen.reshape(-1)))
+        return chosen
+
+    return Guarded(checked, GREEDY)
 
 
 @lru_cache

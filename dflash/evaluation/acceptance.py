@@ -173,8 +173,7 @@ def measure_batch(
         answers[number] += response.tokens
         texts[number] += response.text
         if response.finish_reason is not None:
-            own = answers[number], response.finish_reason, drafts[number]
-            yield number, _judged(*own, size), texts[number]
+            yield number, _judged(answers[number], response.finish_reason, drafts[number], size), texts[number]
 
 
 def measure_turns(

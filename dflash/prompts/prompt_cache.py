@@ -7,9 +7,8 @@ one per layer. Ours appends the tokens and the drafter's context, also as caches
 import copy
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,9 +35,11 @@ from ..target.rewind import cache_name, members
 from ..target.ring import RowsCache
 from ..target.rows import as_rows
 
+if TYPE_CHECKING:
+    from ..decoding.sampling import LogitsProcessor
+
 logger = logging.getLogger(__name__)
 
-Processor = Callable[[mx.array, mx.array], mx.array]
 KEY = "dflash"
 UNKNOWN = 0
 """The id given to each token of mlx-lm's files, which do not store them."""
@@ -112,7 +113,7 @@ class PromptCache:
         elif len(self.tokens) > wanted:
             self._rewind(wanted)
 
-    def of_known(self, process: Processor) -> Processor:
+    def of_known(self, process: "LogitsProcessor") -> "LogitsProcessor":
         """A logits processor that is not shown the unknown tokens, as mlx-lm does not show them."""
         unknown = self.unknown
         return (lambda tokens, logits: process(tokens[unknown:], logits)) if unknown else process

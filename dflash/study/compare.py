@@ -35,8 +35,16 @@ _OF_THE_FOLDER = ("target", "run.folder", "data.folder", "data.cached_features")
 """Settings that differ between equal runs."""
 
 _OF_THE_LOSS = (
-    *("objective", "dataset", "data.max_length", "run.evaluate_prompts", "drafter.kind", "drafter.options"),
-    *("drafter.from", "drafter.vocabulary", "drafter.block_size", "drafter.elastic_blocks"),
+    "objective",
+    "dataset",
+    "data.max_length",
+    "run.evaluate_prompts",
+    "drafter.kind",
+    "drafter.options",
+    "drafter.from",
+    "drafter.vocabulary",
+    "drafter.block_size",
+    "drafter.elastic_blocks",
 )
 """Settings, with those below them, that decide what a loss is taken over, and what is added to it."""
 
@@ -121,7 +129,8 @@ def compare(
             logger.warning(
                 "%s: trained on other sequences than %s trains on now, perhaps on prompts that it holds out; "
                 "give others with --prompts.",
-                *(", ".join(others), data),
+                ", ".join(others),
+                data,
             )
     else:
         tokens = [prompt.tokens for prompt in encoded("prompts", prompts, target)][:limit]
